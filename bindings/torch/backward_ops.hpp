@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "bindings/torch/exchange.hpp"
+#include "bindings/torch/form.hpp"
 #include "bindings/torch/outputs.hpp"
 #include "syncbn/batch_norm.hpp"
 #include "syncbn/step.hpp"
@@ -13,30 +14,39 @@
 // A backward as operators (step_ops.hpp).
 namespace syncbn::torch_layer {
 
+/// dx, dweight, dbias, u, coefficients, message, merged, status.
 using Gradients = std::tuple<std::optional<Tensor>, std::optional<Tensor>, std::optional<Tensor>,
                              std::optional<Tensor>, std::optional<Tensor>, std::optional<Tensor>,
                              std::optional<Tensor>, std::int64_t>;
+
+/// What backward_begin is asked for: bits. A gradient of weight or bias is wanted if it has a
+/// dtype.
+enum Wanted : std::int64_t {
+  kU = 1,      ///< the gradient that comes back through the activation
+  kShare = 2,  ///< gradients of weight and bias are of this rank's samples
+};
 
 template <class Place>
 Gradients backward_begin(const Tensor& dy, const Tensor& x, const Tensor& saved,
                          std::optional<Tensor> weight, std::optional<Tensor> bias,
                          std::optional<Tensor> activation_mask, std::optional<Tensor> mask,
-                         std::int64_t activation, double negative_slope, bool keep,
+                         const Tensor& options, std::int64_t wanted,
                          std::optional<ScalarType> weight_dtype,
-                         std::optional<ScalarType> bias_dtype, bool share, std::int64_t way,
-                         std::int64_t amount) {
+                         std::optional<ScalarType> bias_dtype, std::int64_t way) {
   Place place(x, dy, saved, weight, bias, activation_mask, mask);
+  const Form form = form_of(options);
   const std::int64_t channels = channels_of(x);
   const Saved from(saved, x);
   const bool exchanges = way != kOwn;
+  const bool share = (wanted & kShare) != 0;
   std::optional<Tensor> dx = exchanges ? std::optional(new_output(x)) : std::nullopt;
-  std::optional<Tensor> u = keep ? std::optional(new_output(x)) : std::nullopt;
+  std::optional<Tensor> u = (wanted & kU) != 0 ? std::optional(new_output(x)) : std::nullopt;
   std::optional<Tensor> dweight = new_parameter_gradient(x, weight_dtype);
   std::optional<Tensor> dbias = new_parameter_gradient(x, bias_dtype);
   BackwardStep step{{view("dy", dy), view("x", x), mask_view(mask), from.mean(), from.rstd(),
-                     through(x, weight, bias, activation_mask, activation, negative_slope),
-                     view("weight", weight), mutable_view("u", u), mutable_view("dx", dx),
-                     mutable_view("dweight", dweight), mutable_view("dbias", dbias), share},
+                     through(x, weight, bias, activation_mask, form.act()), view("weight", weight),
+                     mutable_view("u", u), mutable_view("dx", dx), mutable_view("dweight", dweight),
+                     mutable_view("dbias", dbias), share},
                     from.info()};
   if (exchanges) {
     check_backward({.dy = step.pass.dy,
@@ -60,9 +70,8 @@ Gradients backward_begin(const Tensor& dy, const Tensor& x, const Tensor& saved,
     backward_at_once(step, alone, execution);
     return result({}, {}, kDone);
   }
-  if (Place::kDevice == Device::kCpu && (way >= 0 || way == kNoted)) {
-    InGroup in(x, way, amount, {},
-               [&](GroupSum& sum) { return backward_at_once(step, sum, execution); });
+  if (Place::kDevice == Device::kCpu && way >= 0) {
+    InGroup in(x, way, {}, [&](GroupSum& sum) { return backward_at_once(step, sum, execution); });
     if (in.status != kDone) {
       coefficients = empty(x, 3 * channels, ScalarType::Double);
     }
@@ -71,7 +80,7 @@ Gradients backward_begin(const Tensor& dy, const Tensor& x, const Tensor& saved,
   coefficients = empty(x, 3 * channels, ScalarType::Double);
   step.coefficients = static_cast<double*>(coefficients->mutable_data_ptr());
   const std::int64_t words = message_words(step.pass.x.dtype, channels);
-  Tensor message = new_message(x, words, amount);
+  Tensor message = new_message(x, words, way);
   const auto workspace = place.workspace(x, step.pass.x.dtype);
   step.workspace = workspace.words();
   if (way == kAlone) {
@@ -89,21 +98,26 @@ Gradients backward_begin(const Tensor& dy, const Tensor& x, const Tensor& saved,
   return result(message, copy, kUnchecked);
 }
 
+/// kept: dy has gone back through the activation already. gradients: dx, dweight, dbias, and the
+/// coefficients of backward_begin. sum: the message that this rank sent, the merged one, and what
+/// lies beyond its first part.
 template <class Place>
 void backward_finish(const Tensor& dy, const Tensor& x, const Tensor& saved,
                      std::optional<Tensor> weight, std::optional<Tensor> bias,
                      std::optional<Tensor> activation_mask, std::optional<Tensor> mask,
-                     std::int64_t activation, double negative_slope, std::optional<Tensor> dx,
-                     std::optional<Tensor> dweight, std::optional<Tensor> dbias,
-                     std::optional<Tensor> coefficients, std::optional<Tensor> own,
-                     std::optional<Tensor> merged, std::optional<Tensor> rest, std::int64_t ranks) {
+                     const Tensor& options, bool kept, Tensors gradients, Tensors sum,
+                     std::int64_t ranks) {
+  auto [dx, dweight, dbias, coefficients] = each<4>("gradients", gradients);
+  auto [own, merged, rest] = each<3>("sum", sum);
   Place place(x, dy, saved, weight, bias, activation_mask, mask, dx, dweight, dbias, coefficients,
               own, merged, rest);
+  const Form form = form_of(options);
   const Saved from(saved, x);
   const std::int64_t words = message_words(dtype_of("x", x), channels_of(x));
   const BackwardStep step{
       {view("dy", dy), view("x", x), mask_view(mask), from.mean(), from.rstd(),
-       through(x, weight, bias, activation_mask, activation, negative_slope),
+       kept ? through(x, weight, {}, {}, {})
+            : through(x, weight, bias, activation_mask, form.act()),
        view("weight", weight), MutableTensorView(), mutable_view("dx", dx),
        mutable_view("dweight", dweight), mutable_view("dbias", dbias), own.has_value()},
       from.info(),
@@ -111,7 +125,7 @@ void backward_finish(const Tensor& dy, const Tensor& x, const Tensor& saved,
           ? const_cast<double*>(
                 double_data("coefficients", *coefficients, 3 * channels_of(x), Place::kDevice))
           : nullptr};
-  const MergedTensors sum(merged, rest, x, Statistics::kReproducible, ranks);
+  const MergedTensors total(merged, rest, x, Statistics::kReproducible, ranks);
   if (own.has_value() && merged.has_value() && Place::kDevice == Device::kCuda &&
       own->numel() != merged->numel()) {
     // No samples, in another dtype than the group: zeros in any format.
@@ -119,7 +133,7 @@ void backward_finish(const Tensor& dy, const Tensor& x, const Tensor& saved,
   }
   const std::int64_t least = Place::kDevice == Device::kCpu || !merged.has_value() ? words : 0;
   syncbn::backward_finish(
-      step, own.has_value() ? int64_data("own", *own, least, Place::kDevice) : nullptr, sum.get(),
+      step, own.has_value() ? int64_data("own", *own, least, Place::kDevice) : nullptr, total.get(),
       place.execution());
 }
 
@@ -127,8 +141,9 @@ void backward_finish(const Tensor& dy, const Tensor& x, const Tensor& saved,
 template <class Place>
 std::tuple<Tensor, Tensor> recover_input(const Tensor& y, const Tensor& saved,
                                          std::optional<Tensor> weight, std::optional<Tensor> bias,
-                                         double negative_slope) {
+                                         const Tensor& options) {
   Place place(y, saved, weight, bias);
+  const double negative_slope = form_of(options).negative_slope;
   const Saved from(saved, y);
   Tensor x = new_output(y);
   std::optional<Tensor> activation_mask = new_activation_mask(y);

@@ -19,10 +19,17 @@ namespace syncbn::torch_layer {
 enum Way : std::int64_t {
   kAlone = -1,    ///< to the end: there is one rank
   kMessage = -2,  ///< the message, and room for the outputs
-  kInPlace = -3,  ///< the message, and no room for y
+  kFramed = -3,   ///< as kMessage; the message has kFrameWords words at least
   kOwn = -4,      ///< of a backward without an exchange: the message, and no room for dx
-  kNoted = -5,    ///< on the CPU as kAlone, and the sums are given back; on CUDA as kMessage
 };
+
+/// Words of the first message of an exchange over Gloo, the same for every call of the group: Gloo
+/// ends the process when ranks bring different lengths, so lengths may differ only after the first
+/// message has shown that the calls agree. 512 channels of float32 fit.
+inline constexpr std::int64_t kFrameWords = kHeaderWords + 512 * 19;
+
+/// How long an operator waits in shared memory before Python looks for signals.
+inline constexpr std::chrono::milliseconds kSlice{50};
 
 /// What a direction has come to. kUnchecked: what follows is left to the caller; the exchange, if
 /// there was one, is complete. kNoMemory: this rank lacked memory, and has left the group.
@@ -41,13 +48,11 @@ inline std::span<std::int64_t> words_of(Tensor& tensor, Device device = Device::
           static_cast<std::size_t>(tensor.numel())};
 }
 
-/// A message of at least `frame` words: zeros follow those of the channels.
-inline Tensor new_message(const Tensor& x, std::int64_t words, std::int64_t frame) {
-  const Device device = device_of("x", x);
-  if (device == Device::kCuda) {  // whose messages have no frame
-    frame = 0;
-  }
-  Tensor message = empty(x, std::max(checked_frame(frame), words), ScalarType::Long);
+/// A message of so many words, which on the CPU way kFramed makes longer: zeros follow those of the
+/// channels.
+inline Tensor new_message(const Tensor& x, std::int64_t words, std::int64_t way) {
+  const bool framed = way == kFramed && device_of("x", x) == Device::kCpu;
+  Tensor message = empty(x, framed ? std::max(kFrameWords, words) : words, ScalarType::Long);
   if (message.numel() > words) {
     const std::span<std::int64_t> all = words_of(message);
     std::fill(all.begin() + words, all.end(), 0);
@@ -55,45 +60,28 @@ inline Tensor new_message(const Tensor& x, std::int64_t words, std::int64_t fram
   return message;
 }
 
-/// The sum over one rank: what it brings, which lies where the sum is looked for.
-class OwnSum final : public SumInParts {
- public:
-  void open(std::span<const std::int64_t>, std::span<std::int64_t>) override {}
-  void publish(std::size_t) override {}
-  bool wait(std::size_t, std::chrono::milliseconds) override { return true; }
-};
-
-/// What ended a direction in shared memory, or of one rank by kNoted; the sums, and this rank's
-/// message where it did not come to its end.
+/// What ended a direction in shared memory: the sums, and this rank's message where it did not come
+/// to its end.
 struct InGroup {
   std::optional<Tensor> message, merged;
   std::int64_t status = kDone;
-  MessageInfo info;
   std::int64_t backward = 0;  ///< the merged header's word
 
   /// direction(GroupSum): the rest of it.
   template <class Direction>
-  InGroup(const Tensor& x, std::int64_t handle, std::int64_t slice, GroupSum group,
-          const Direction& direction)
-      : message(new_message(x, message_words(dtype_of("x", x), channels_of(x)), 0)),
-        merged(handle == kNoted ? *message : empty(x, message->numel(), ScalarType::Long)) {
-    const auto run = [&](SumInParts& sum) {
-      group.sum = &sum;
-      return direction(group);
-    };
+  InGroup(const Tensor& x, std::int64_t handle, GroupSum group, const Direction& direction)
+      : message(new_message(x, message_words(dtype_of("x", x), channels_of(x)), kMessage)),
+        merged(empty(x, message->numel(), ScalarType::Long)) {
     group.message = words_of(*message);
     group.merged = words_of(*merged);
-    group.slice = std::chrono::milliseconds(slice);
-    if (handle == kNoted) {
-      OwnSum own;
-      status = run(own) == Reached::kOutput ? kDone : kUnchecked;
-    } else {
-      group.ranks = ranks_of_group(handle);
-      status = run_in_group(handle, *message, *merged, run);
-    }
-    info = group.info;
+    group.slice = kSlice;
+    group.ranks = ranks_of_group(handle);
+    status = run_in_group(handle, *message, *merged, [&](SumInParts& sum) {
+      group.sum = &sum;
+      return direction(group);
+    });
     backward = group.merged[kHeaderBackward];
-    if (status == kDone || handle == kNoted) {
+    if (status == kDone) {
       message.reset();
     }
   }

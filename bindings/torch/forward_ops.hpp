@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "bindings/torch/exchange.hpp"
+#include "bindings/torch/form.hpp"
 #include "bindings/torch/outputs.hpp"
 #include "syncbn/batch_norm.hpp"
 #include "syncbn/step.hpp"
@@ -14,13 +15,21 @@
 // A forward as operators (step_ops.hpp).
 namespace syncbn::torch_layer {
 
+/// y, saved, activation_mask, backward, number, message, merged, status.
 using Outputs =
     std::tuple<std::optional<Tensor>, Tensor, std::optional<Tensor>, std::int64_t, std::int64_t,
-               std::int64_t, std::optional<Tensor>, std::optional<Tensor>, std::int64_t>;
+               std::optional<Tensor>, std::optional<Tensor>, std::int64_t>;
+
+/// Where the layer's two counters are: its next call, and the elements per channel over all ranks
+/// in the last one.
+inline std::int64_t* counters_of(std::optional<Tensor>& counters, Device device) {
+  return counters.has_value() ? int64_data("counters", *counters, 2, device) : nullptr;
+}
+
 template <class Place>
 Running running_of(std::optional<Tensor>& mean, std::optional<Tensor>& var,
-                   std::optional<Tensor>& batches, std::optional<Tensor>& call,
-                   std::optional<Tensor>& count, std::optional<double> momentum) {
+                   std::optional<Tensor>& batches, std::int64_t* counters,
+                   std::optional<double> momentum) {
   constexpr Device kDevice = Place::kDevice;
   if (batches.has_value() && batches->numel() != 1) {
     throw InvalidArgument("num_batches_tracked: got " + std::to_string(batches->numel()) +
@@ -29,149 +38,134 @@ Running running_of(std::optional<Tensor>& mean, std::optional<Tensor>& var,
   return {mutable_view("running_mean", mean),
           mutable_view("running_var", var),
           optional_int64("num_batches_tracked", batches, kDevice),
-          optional_int64("call", call, kDevice),
-          optional_int64("last_count", count, kDevice),
+          counters,
+          counters == nullptr ? nullptr : counters + 1,
           momentum};
-}
-
-inline Statistics statistics_of(std::int64_t number) {
-  if (number != 0 && number != 1) {
-    throw InvalidArgument("statistics: got number " + std::to_string(number) +
-                          ", expected 0 (reproducible) or 1 (welford)");
-  }
-  return static_cast<Statistics>(number);
 }
 
 /// PyTorch's layer refuses one value per channel.
 inline bool is_no_single_value(const MessageInfo& info) { return info.count != 1; }
 
+/// The check at the door; in place y lies over x.
+inline void check_forward_of(const ForwardStep& step, std::int64_t channels, bool in_place) {
+  const ForwardPass& p = step.pass;
+  check_forward({.channels = channels,
+                 .eps = p.eps,
+                 .momentum = step.running.momentum,
+                 .activation = p.activation,
+                 .statistics = step.statistics},
+                {.x = p.x,
+                 .mask = p.mask,
+                 .weight = p.weight,
+                 .bias = p.bias,
+                 .residual = p.residual,
+                 .y = in_place ? MutableTensorView(const_cast<void*>(p.x.data), p.x.dtype,
+                                                   p.x.sizes, p.x.strides, p.x.device)
+                               : p.y,
+                 .running_mean = step.running.mean,
+                 .running_var = step.running.var,
+                 .num_batches_tracked = step.running.batches});
+}
+
 template <class Place>
 Outputs forward_begin(const Tensor& x, std::optional<Tensor> weight, std::optional<Tensor> bias,
                       std::optional<Tensor> residual, std::optional<Tensor> mask,
                       std::optional<Tensor> running_mean, std::optional<Tensor> running_var,
-                      std::optional<Tensor> num_batches_tracked, std::optional<Tensor> call,
-                      std::optional<Tensor> last_count, std::int64_t layer, double eps,
-                      std::optional<double> momentum, std::int64_t activation,
-                      double negative_slope, std::int64_t statistics, std::int64_t backward,
-                      std::int64_t way, std::int64_t amount) {
-  Place place(x, weight, bias, residual, mask, running_mean, running_var, num_batches_tracked, call,
-              last_count);
+                      std::optional<Tensor> num_batches_tracked, std::optional<Tensor> counters,
+                      const Tensor& options, std::int64_t backward, std::int64_t way) {
+  Place place(x, weight, bias, residual, mask, running_mean, running_var, num_batches_tracked,
+              counters);
+  constexpr bool kOnCpu = Place::kDevice == Device::kCpu;
+  const Form form = form_of(options);
   const std::int64_t channels = channels_of(x);
+  std::int64_t* const counted = counters_of(counters, Place::kDevice);
   const Saved saved(x);
   std::optional<Tensor> y;
   std::optional<Tensor> activation_mask;
-  if (way != kInPlace) {
+  if (!form.in_place) {
     y = new_output(x);
-    if (residual.has_value() && activation != 0) {
+    if (residual.has_value() && form.activation != 0) {
       activation_mask = new_activation_mask(x);
     }
   }
   ForwardStep step{
       {view("x", x), mask_view(mask), view("weight", weight), view("bias", bias),
        view("residual", residual), mutable_view("y", y), byte_data(activation_mask), saved.mean(),
-       saved.var(), saved.rstd(), eps, activation_of(activation, negative_slope)},
-      statistics_of(statistics),
-      layer_identity(static_cast<std::uint64_t>(layer), activation_of(activation, negative_slope),
-                     statistics_of(statistics), residual.has_value(), weight.has_value(),
+       saved.var(), saved.rstd(), form.eps, form.act()},
+      form.mode(),
+      layer_identity(form.layer, form.act(), form.mode(), residual.has_value(), weight.has_value(),
                      bias.has_value()),
-      optional_int64("call", call, Place::kDevice),
+      counted,
       backward,
-      running_of<Place>(running_mean, running_var, num_batches_tracked, call, last_count, momentum),
+      running_of<Place>(running_mean, running_var, num_batches_tracked, counted, form.factor()),
       saved.info()};
-  const BatchNorm::Options options{.channels = channels,
-                                   .eps = eps,
-                                   .momentum = momentum,
-                                   .activation = step.pass.activation,
-                                   .statistics = step.statistics};
-  check_forward(options,
-                {.x = step.pass.x,
-                 .mask = step.pass.mask,
-                 .weight = step.pass.weight,
-                 .bias = step.pass.bias,
-                 .residual = step.pass.residual,
-                 .y = way == kInPlace ? MutableTensorView(const_cast<void*>(step.pass.x.data),
-                                                          step.pass.x.dtype, step.pass.x.sizes,
-                                                          step.pass.x.strides, step.pass.x.device)
-                                      : step.pass.y,
-                 .running_mean = step.running.mean,
-                 .running_var = step.running.var,
-                 .num_batches_tracked = step.running.batches});
-  const bool counted = Place::kDevice == Device::kCpu && step.call != nullptr;
-  const std::int64_t number = counted ? *step.call : -1;
-  const auto result = [&](std::int64_t count, std::int64_t word, std::optional<Tensor> message,
-                          std::optional<Tensor> merged, std::int64_t status) -> Outputs {
-    return {y, saved.tensor, activation_mask, count, word, number, message, merged, status};
+  check_forward_of(step, channels, form.in_place);
+  const std::int64_t number = kOnCpu && counted != nullptr ? *counted : -1;
+  const auto result = [&](std::optional<Tensor> message, std::optional<Tensor> merged,
+                          std::int64_t word, std::int64_t status) -> Outputs {
+    return {y, saved.tensor, activation_mask, word, number, message, merged, status};
   };
   const Execution execution = place.execution();
-  const bool reproducible = step.statistics == Statistics::kReproducible;
-  const bool one_call = way == kAlone && reproducible;
-  const bool noted = way == kNoted && reproducible;
-  if (Place::kDevice == Device::kCpu && (one_call || noted || way >= 0)) {
+  const bool one_call = way == kAlone && step.statistics == Statistics::kReproducible;
+  if (kOnCpu && (one_call || way >= 0)) {
     GroupSum group{.accept = is_no_single_value};
     if (one_call) {
       const Reached reached = forward_at_once(step, group, execution);
-      return result(group.info.count, backward, {}, {},
-                    reached == Reached::kOutput ? kDone : kUnchecked);
+      return result({}, {}, backward, reached == Reached::kOutput ? kDone : kUnchecked);
     }
-    InGroup in(x, way, amount, group,
-               [&](GroupSum& sum) { return forward_at_once(step, sum, execution); });
-    return result(in.info.count, in.backward, in.message, in.merged, in.status);
+    InGroup in(x, way, group, [&](GroupSum& sum) { return forward_at_once(step, sum, execution); });
+    return result(in.message, in.merged, in.backward, in.status);
   }
-  const std::int64_t count =
-      one_call && !mask.has_value() ? x.numel() / std::max<std::int64_t>(channels, 1) : 0;
-  if (count == 1) {
-    return result(count, backward, {}, {}, kUnchecked);
+  if (one_call && !mask.has_value() && x.numel() == channels) {  // one value per channel
+    return result({}, {}, backward, kUnchecked);
   }
-  Tensor message =
-      new_message(x, forward_words(step.statistics, step.pass.x.dtype, channels), amount);
+  Tensor message = new_message(x, forward_words(step.statistics, step.pass.x.dtype, channels), way);
   const auto workspace = place.workspace(x, step.pass.x.dtype);
   step.workspace = workspace.words();
   if (one_call && !mask.has_value()) {
     GroupSum alone{.message = words_of(message, Place::kDevice)};
     forward_at_once(step, alone, execution);
-    return result(count, backward, {}, {}, kDone);
+    return result({}, {}, backward, kDone);
   }
   syncbn::forward_begin(step, words_of(message, Place::kDevice).data(), execution);
-  return result(0, backward, message, {}, kUnchecked);
+  return result(message, {}, backward, kUnchecked);
 }
 
+/// running: mean, variance, number of batches and counters. sum: the merged message, and what lies
+/// beyond its first part.
 template <class Place>
 void forward_finish(const Tensor& x, std::optional<Tensor> weight, std::optional<Tensor> bias,
                     std::optional<Tensor> residual, std::optional<Tensor> mask,
-                    std::optional<Tensor> running_mean, std::optional<Tensor> running_var,
-                    std::optional<Tensor> num_batches_tracked, std::optional<Tensor> call,
-                    std::optional<Tensor> last_count, std::optional<Tensor> y, Tensor saved,
-                    std::optional<Tensor> activation_mask, std::optional<Tensor> merged,
-                    std::optional<Tensor> rest, double eps, std::optional<double> momentum,
-                    std::int64_t activation, double negative_slope, std::int64_t statistics,
-                    std::int64_t ranks) {
-  Place place(x, weight, bias, residual, mask, running_mean, running_var, num_batches_tracked, call,
-              last_count, y, saved, activation_mask, merged, rest);
+                    std::optional<Tensor> y, Tensor saved, std::optional<Tensor> activation_mask,
+                    Tensors running, Tensors sum, const Tensor& options, std::int64_t ranks) {
+  auto [mean, var, batches, counters] = each<4>("running", running);
+  const auto [merged, rest] = each<2>("sum", sum);
+  Place place(x, weight, bias, residual, mask, y, saved, activation_mask, mean, var, batches,
+              counters, merged, rest);
+  const Form form = form_of(options);
   const Saved to(saved, x);
   const ForwardStep step{
       {view("x", x), mask_view(mask), view("weight", weight), view("bias", bias),
        view("residual", residual), mutable_view("y", y), byte_data(activation_mask), to.mean(),
-       to.var(), to.rstd(), eps, activation_of(activation, negative_slope)},
-      statistics_of(statistics),
+       to.var(), to.rstd(), form.eps, form.act()},
+      form.mode(),
       0,
       nullptr,
       0,
-      running_of<Place>(running_mean, running_var, num_batches_tracked, call, last_count, momentum),
+      running_of<Place>(mean, var, batches, counters_of(counters, Place::kDevice), form.factor()),
       to.info()};
-  const MergedTensors sum(merged, rest, x, step.statistics, ranks);
-  syncbn::forward_finish(step, sum.get(), place.execution());
+  const MergedTensors total(merged, rest, x, step.statistics, ranks);
+  syncbn::forward_finish(step, total.get(), place.execution());
 }
 
 template <class Place>
 void update_running_statistics(std::optional<Tensor> running_mean,
                                std::optional<Tensor> running_var,
-                               std::optional<Tensor> num_batches_tracked,
-                               std::optional<Tensor> call, const Tensor& saved,
+                               std::optional<Tensor> num_batches_tracked, const Tensor& saved,
                                std::optional<double> momentum) {
-  Place place(saved, running_mean, running_var, num_batches_tracked, call);
-  std::optional<Tensor> none;
+  Place place(saved, running_mean, running_var, num_batches_tracked);
   const Running running =
-      running_of<Place>(running_mean, running_var, num_batches_tracked, call, none, momentum);
+      running_of<Place>(running_mean, running_var, num_batches_tracked, nullptr, momentum);
   const std::int64_t channels = (saved.numel() - kInfoWords) / 3;
   auto* const mean =
       const_cast<double*>(double_data("saved", saved, 3 * channels + kInfoWords, Place::kDevice));

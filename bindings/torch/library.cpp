@@ -3,7 +3,10 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
+#include "bindings/torch/backward_ops.hpp"
+#include "bindings/torch/exchange.hpp"
 #include "bindings/torch/tensors.hpp"
 #include "syncbn/diagnosis.hpp"
 #include "syncbn/step.hpp"
@@ -19,6 +22,19 @@ std::string cpu_instruction_set(std::optional<std::string> name) {
     syncbn::force_cpu_instruction_set(name->c_str());
   }
   return syncbn::cpu_instruction_set();
+}
+
+/// The numbers that python/syncbn/operators.py names, in its order.
+std::vector<std::int64_t> constants() {
+  std::vector<std::int64_t> out{
+      kAlone,       kMessage,        kFramed,   kOwn,         kU,
+      kShare,       kDone,           kPending,  kTimeout,     kLost,
+      kDiverged,    kUnchecked,      kNoMemory, kHeaderWords, kFrameWords,
+      kHeaderFlags, kHeaderBackward, kRejected, kMaxRanks,    kSlice.count()};
+  for (int dtype = 0; dtype < kDtypeCount; ++dtype) {
+    out.push_back(message_words(static_cast<DType>(dtype), 1) - kHeaderWords);
+  }
+  return out;
 }
 
 /// Count, whether the ranks agree, whether one has refused, and the dtype's number or -1.
@@ -40,11 +56,13 @@ Tensor header(const Tensor& merged, std::int64_t ranks) {
 STABLE_TORCH_LIBRARY(syncbn, m) {
   m.def("cpu_instruction_set(str? name=None) -> str");
   m.def("cumulative_factor(float batches) -> float");
+  m.def("constants() -> int[]");
   m.def("header(Tensor merged, int ranks) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CompositeExplicitAutograd, m) {
   m.impl("cpu_instruction_set", TORCH_BOX(&syncbn::torch_layer::cpu_instruction_set));
+  m.impl("constants", TORCH_BOX(&syncbn::torch_layer::constants));
   m.impl("cumulative_factor", TORCH_BOX(&syncbn::cumulative_factor));
 }
 

@@ -86,9 +86,8 @@ inline Tensor new_activation_mask(const Tensor& x) {
 inline ActivationGradient through(const Tensor& x, const std::optional<Tensor>& weight,
                                   const std::optional<Tensor>& bias,
                                   const std::optional<Tensor>& activation_mask,
-                                  std::int64_t activation, double negative_slope) {
-  ActivationGradient out{activation_of(activation, negative_slope), view("weight", weight),
-                         view("bias", bias)};
+                                  const Activation& activation) {
+  ActivationGradient out{activation, view("weight", weight), view("bias", bias)};
   if (activation_mask.has_value()) {
     if (activation_mask->scalar_type() != ScalarType::Byte || !activation_mask->is_contiguous() ||
         activation_mask->is_cpu() != x.is_cpu() ||

@@ -40,38 +40,40 @@ void register_written(torch::stable::detail::StableLibrary& m) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(syncbn, m) {
   m.def(
+      "form(*, int layer, float eps, float? momentum, int activation, float negative_slope, "
+      "int statistics, bool in_place) -> Tensor");
+  m.def(
       "forward_begin(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? mask, "
       "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, "
-      "Tensor(d!)? call, Tensor(e!)? last_count, int layer, float eps, "
-      "float? momentum, int activation, float negative_slope, int statistics, int backward, "
-      "int way, int amount) -> (Tensor? y, Tensor saved, Tensor? activation_mask, int count, "
-      "int backward, int number, Tensor? message, Tensor? merged, int status)");
+      "Tensor(d!)? counters, Tensor form, int backward, int way) -> (Tensor? y, Tensor saved, "
+      "Tensor? activation_mask, int backward, int number, Tensor? message, Tensor? merged, "
+      "int status)");
   m.def(
       "forward_finish(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? mask, "
-      "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, "
-      "Tensor(d!)? call, Tensor(e!)? last_count, Tensor(f!)? y, Tensor(g!) saved, "
-      "Tensor(h!)? activation_mask, Tensor? merged, Tensor? rest, float eps, float? momentum, "
-      "int activation, float negative_slope, int statistics, int ranks) -> ()");
+      "Tensor(a!)? y, Tensor(b!) saved, Tensor(c!)? activation_mask, Tensor(d!)?[] running, "
+      "Tensor?[] sum, Tensor form, int ranks) -> ()");
   m.def(
       "backward_begin(Tensor dy, Tensor x, Tensor saved, Tensor? weight, Tensor? bias, "
-      "Tensor? activation_mask, Tensor? mask, int activation, float negative_slope, bool keep, "
-      "ScalarType? weight_dtype, ScalarType? bias_dtype, bool share, int way, int amount) -> "
-      "(Tensor? dx, Tensor? dweight, Tensor? dbias, Tensor? u, Tensor? coefficients, "
-      "Tensor? message, Tensor? merged, int status)");
+      "Tensor? activation_mask, Tensor? mask, Tensor form, int wanted, ScalarType? weight_dtype, "
+      "ScalarType? bias_dtype, int way) -> (Tensor? dx, Tensor? dweight, Tensor? dbias, Tensor? u, "
+      "Tensor? coefficients, Tensor? message, Tensor? merged, int status)");
   m.def(
       "backward_finish(Tensor dy, Tensor x, Tensor saved, Tensor? weight, Tensor? bias, "
-      "Tensor? activation_mask, Tensor? mask, int activation, float negative_slope, "
-      "Tensor(a!)? dx, Tensor(b!)? dweight, Tensor(c!)? dbias, Tensor(d!)? coefficients, "
-      "Tensor? own, Tensor? merged, Tensor? rest, int ranks) -> ()");
+      "Tensor? activation_mask, Tensor? mask, Tensor form, bool kept, Tensor(a!)?[] gradients, "
+      "Tensor?[] sum, int ranks) -> ()");
   m.def(
       "update_running_statistics(Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-      "Tensor(c!)? num_batches_tracked, Tensor(d!)? call, Tensor saved, float? momentum) -> ()");
+      "Tensor(c!)? num_batches_tracked, Tensor saved, float? momentum) -> ()");
   m.def(
-      "recover_input(Tensor y, Tensor saved, Tensor? weight, Tensor? bias, float negative_slope) "
-      "-> (Tensor, Tensor)");
+      "recover_input(Tensor y, Tensor saved, Tensor? weight, Tensor? bias, Tensor form) -> "
+      "(Tensor, Tensor)");
   m.def(
-      "evaluate(Tensor x, Tensor mean, Tensor var, Tensor? weight, Tensor? bias, float eps) -> "
+      "evaluate(Tensor x, Tensor mean, Tensor var, Tensor? weight, Tensor? bias, *, float eps) -> "
       "(Tensor y, Tensor saved)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(syncbn, CompositeExplicitAutograd, m) {
+  m.impl("form", TORCH_BOX(&syncbn::torch_layer::new_form));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {

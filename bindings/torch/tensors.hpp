@@ -11,6 +11,8 @@
 #include <limits>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "bindings/torch/device.hpp"
 #include "bindings/torch/no_memory.hpp"
@@ -23,6 +25,20 @@ namespace syncbn::torch_layer {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+
+/// Tensors that are one argument of an operator, each of which may be absent.
+using Tensors = std::vector<std::optional<Tensor>>;
+
+template <std::size_t kCount>
+std::array<std::optional<Tensor>, kCount> each(const char* name, Tensors& tensors) {
+  if (tensors.size() != kCount) {
+    throw InvalidArgument(std::string(name) + ": got " + std::to_string(tensors.size()) +
+                          " tensors, expected " + std::to_string(kCount));
+  }
+  std::array<std::optional<Tensor>, kCount> out;
+  std::move(tensors.begin(), tensors.end(), out.begin());
+  return out;
+}
 
 inline DType dtype_of(const char* name, const Tensor& tensor) {
   switch (tensor.scalar_type()) {
@@ -101,15 +117,6 @@ inline MaskView mask_view(const std::optional<Tensor>& mask) {
           device_of("mask", *mask)};
 }
 
-/// kind: the number of an ActivationKind.
-inline Activation activation_of(std::int64_t kind, double negative_slope) {
-  if (kind < 0 || kind >= kActivationCount) {
-    throw InvalidArgument("activation: got number " + std::to_string(kind) +
-                          ", expected less than " + std::to_string(kActivationCount));
-  }
-  return {static_cast<ActivationKind>(kind), negative_slope};
-}
-
 /// A new contiguous tensor on x's device.
 inline Tensor empty(const Tensor& x, std::int64_t size, ScalarType dtype) {
   if (size < 0) {
@@ -127,15 +134,6 @@ inline Tensor empty(const Tensor& x, std::int64_t size, ScalarType dtype) {
                    aoti_torch_dtype_element_size(static_cast<std::int32_t>(code)));
   }
   return Tensor(out);
-}
-
-/// How many words a message is to have at least.
-inline std::int64_t checked_frame(std::int64_t frame) {
-  constexpr std::int64_t kMost = std::int64_t{1} << 20;
-  if (frame < 0 || frame > kMost) {
-    throw InvalidArgument("frame: got " + std::to_string(frame) + ", expected 0 to 2^20 words");
-  }
-  return frame;
 }
 
 inline std::int64_t* int64_data(const char* name, Tensor& tensor, std::int64_t at_least,

@@ -4,20 +4,37 @@
 import contextlib
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .baton import inside
-from .step import recomputation
+from .exchange import agreement
+from .exchange.host import engine_of, transport_of
+from .operators import HEADER_WORDS, MAX_RANKS, OWN, WANTS_SHARE, without_modes
+from .step import layer_state, recomputation, second_derivatives, training
 from .step.masks import check_mask
-from .step.node import apply_step, tell
-from .step.options import RUNNING, check_arguments, check_counter, check_options, check_plain
-from .step.surroundings import check_transforms, like_operators, plain, recorded, refuse_tracing
-from .step.training import has_samples
-
-#: The digits of a message have room for this many (docs/numerics.md).
-MAX_DEVICES = 2048
+from .step.node import apply_step
+from .step.options import (
+    RUNNING,
+    check_arguments,
+    check_counter,
+    check_options,
+    check_plain,
+    values_per_channel,
+)
+from .step.surroundings import (
+    Streams,
+    check_transforms,
+    fits,
+    like,
+    like_operators,
+    plain,
+    recorded,
+    refuse_tracing,
+)
+from .step.training import turn_of
 
 
 def _check_list(name: str, tensors, xs: Sequence[Tensor]) -> None:
@@ -30,6 +47,10 @@ def _plain(tensors):
     return [plain(t) for t in tensors] if isinstance(tensors, (list, tuple)) else tensors
 
 
+def _has_samples(x: Tensor, mask: Tensor | None) -> bool:
+    return x.numel() > 0 and (mask is None or bool(mask.any()))
+
+
 def _check_some(xs: Sequence[Tensor]) -> None:
     if not xs:
         raise ValueError("inputs: got an empty list, expected one tensor per device")
@@ -37,10 +58,10 @@ def _check_some(xs: Sequence[Tensor]) -> None:
 
 def _check_inputs(layer, xs: Sequence[Tensor], residuals, masks, ranks: int) -> None:
     _check_some(xs)
-    if len(xs) * ranks > MAX_DEVICES:
+    if len(xs) * ranks > MAX_RANKS:
         raise ValueError(
             f"inputs: got {len(xs)} devices in each of {ranks} processes, expected at most "
-            f"{MAX_DEVICES} devices in all"
+            f"{MAX_RANKS} devices in all"
         )
     _check_list("residual", residuals, xs)
     _check_list("mask", masks, xs)
@@ -67,13 +88,180 @@ def _check_inputs(layer, xs: Sequence[Tensor], residuals, masks, ranks: int) -> 
                 f"inputs[{k}]: got {x.shape[1]} channels, expected {xs[0].shape[1]}, those of "
                 "inputs[0]"
             )
-    filled = [k for k, x in enumerate(xs) if has_samples(x, masks[k])]
+    filled = [k for k, x in enumerate(xs) if _has_samples(x, masks[k])]
     for k in filled:
         if xs[k].dtype != xs[filled[0]].dtype:
             raise ValueError(
                 f"inputs[{k}]: got {xs[k].dtype}, expected {xs[filled[0]].dtype}, the dtype of "
                 f"inputs[{filled[0]}]"
             )
+
+
+class _OfMany(torch.autograd.Function):
+    """Makes one step of K inputs. tensors: K xs, weight, bias, K residuals, K masks. One node for
+    all: nodes that wait for each other would deadlock, because one backward() visits the nodes of
+    CPU tensors in one thread."""
+
+    @staticmethod
+    def forward(ctx, turn, given, *tensors):
+        k = len(tensors) // 3
+        xs, (weight, bias), others = tensors[:k], tensors[k : k + 2], tensors[k + 2 :]
+        residuals, masks = others[:k], others[k:]
+        wanted = (any(training.needs_of(*some)) for some in (xs, (weight,), (bias,), residuals))
+        inputs = list(map(_Input, xs, residuals, masks))
+        ctx.step, ctx.lead, ys, saved = _begin(turn, given, tuple(wanted), inputs, weight, bias)
+        ctx.save_for_backward(*saved)
+        ctx.streams = Streams(xs)
+        ctx.set_materialize_grads(False)
+        return tuple(ys)
+
+    @staticmethod
+    def backward(ctx, *dys):
+        saved = ctx.saved_tensors  # once: as checkpointing gives
+        ctx.streams.enter((*dys, *saved))
+        with torch.no_grad():
+            results = _gradients(ctx.step, ctx.lead, dys, *saved)
+        ctx.streams.leave(results)
+        if torch.is_grad_enabled():  # create_graph=True
+            text = "got a second derivative of a list of inputs, expected one input"
+            results = second_derivatives.refuse(f"{ctx.step.state.name}: {text}", results)
+        return None, None, *results, *(None,) * len(dys)
+
+
+class _Input(NamedTuple):
+    """What one device brings."""
+
+    x: Tensor
+    residual: Tensor | None
+    mask: Tensor | None
+
+
+def _beside(x: Tensor, *tensors: Tensor | None) -> list[Tensor | None]:
+    """Gives the tensors on x's device."""
+    return [None if t is None else t.to(x.device) for t in tensors]
+
+
+def _total(messages: Sequence[Tensor], lead: int) -> Tensor:
+    """Makes one message for the process, which speaks in the header as one rank: the elements of
+    all inputs, the rest from the one that leads."""
+    total = messages[0].clone()
+    for message in messages[1:]:
+        total += message.to(total.device)
+    total[1:HEADER_WORDS] = messages[lead][1:HEADER_WORDS].to(total.device)
+    return total
+
+
+def _begin(turn, given, needs, inputs, weight, bias) -> tuple:
+    """Does what training.forward() does: begin K times, one exchange, finish K times. Gives the
+    step, the input that speaks for all, K y, and what backward takes: weight, bias, and of each
+    input x, what was saved, activation mask and mask."""
+    (mean, var, tracked), options, state, peers, word, segment = given
+    kept = None if segment is None else segment.kept
+    # The first with samples: autocast may have given one without another dtype.
+    lead = next((k for k, own in enumerate(inputs) if _has_samples(own.x, own.mask)), 0)
+    x = inputs[lead].x
+    if kept is None and peers is not None and peers.group_name != state.group:
+        layer_state.compare(state, engine_of(peers), x, options)
+    averaged = None
+    if tracked is not None and tracked.dtype is not torch.int64:
+        averaged, tracked, options = tracked, None, training.averaging(options, tracked)
+    form, transport = state.form(options), transport_of(None if kept else peers, x.device)
+    running, given_to = (mean, var, tracked, state.counters), []
+    for k, (z, residual, mask) in enumerate(inputs):
+        if residual is not None and residual.stride() != z.stride():
+            residual = like(residual, z)
+        w, b, counters = _beside(z, weight, bias, state.counters)
+        # What is updated lies where the first x does.
+        given_to.append(
+            (z, w, b, residual, mask, *(running if k == 0 else (*[None] * 3, counters)))
+        )
+    if kept is None:
+        begun = []
+        for z, w, b, residual, mask, *others in given_to:
+            if z.dtype != x.dtype:  # no samples; its outputs are made below
+                z, residual = z.to(x.dtype), None
+            own = z, w, b, residual, mask, *others, form.constants, word
+            begun.append(transport.begin(turn, training.forward_begin, own, transport.message_way))
+        messages = [own[5] for own in begun]
+        merged, rest = transport.exchange(turn, _total(messages, lead), None, x.size(1))
+        where = f"devices (input sizes {[list(own.x.shape) for own in inputs]})"
+        own_count = sum(values_per_channel(own.x, own.mask) for own in inputs)
+        agreement.check_count(merged, own_count, where)
+        outputs, (wanted, number) = [own[:3] for own in begun], begun[0][3:5]
+        shared = transport.backward_of(wanted, merged, word, turn)
+        made = None if number < 0 else number, x.size(1), x.dtype
+        dtype = None if bias is None else bias.dtype
+        step = training.Step(state, given.options, form, peers, made, shared, dtype, needs)
+    else:
+        step, merged, rest = kept.step._replace(needs=needs), None, None
+        outputs = [(None, kept.saved.to(own.x.device), None) for own in inputs]
+    ys, tensors = [], [weight, bias if form.acts and inputs[0].residual is None else None]
+    for k, own in enumerate(given_to):
+        z, mask, (y, saved, bits) = own[0], own[4], outputs[k]
+        if y is None or z.dtype != x.dtype:
+            y, bits = training.room(form, z, own[3] is not None)
+        changed = running if k == 0 and kept is None else (None,) * 4
+        total = _beside(z, merged, rest)
+        with without_modes():  # the other ranks finish, whatever a mode would do
+            written = y, saved, bits, changed, total, form.constants
+            training.forward_finish(*own[:5], *written, step.ranks)
+        ys.append(y)
+        tensors += (z, saved, bits, mask)
+    if kept is None:
+        if averaged is not None:
+            training.count_batch(averaged, outputs[0][1])
+        if segment is not None:
+            segment.keep(step, outputs[0][1])
+    return step, lead, ys, tensors
+
+
+@recorded(lambda step, *_: step.state.name, " backward")
+def _gradients(step, lead: int, dys, weight, bias, *saved) -> tuple:
+    """Does what training.backward() does: gives K gradients of x, those of weight and bias, and K
+    of the residuals."""
+    x, form, exchanges, none = saved[4 * lead], step.form, step.exchanges, [None] * len(dys)
+    with step.turn(x) as turn:
+        transport = transport_of(turn.peers, saved[0].device)
+        if step.backward.absent:
+            agreement.check_present(step.backward, step.peers, turn.call)
+        masked = any(mask is not None for mask in saved[3::4])
+        wanted, dtypes = training.asked(step, weight, masked)
+        begun, given_to = [], []
+        for k, dy in enumerate(dys):
+            z, own, bits, mask = saved[4 * k : 4 * k + 4]
+            if not fits(dy, z):
+                dy = training.gradient_like(turn, dy, z, step.peers is None)
+            given_to.append((dy, z, own, *_beside(z, weight, bias), bits, mask))
+            # One input alone brings gradients of weight and bias.
+            asked = dtypes if k == lead else (None, None)
+            alike = dy.to(x.dtype), z.to(x.dtype), *given_to[k][2:], form.constants, wanted, *asked
+            way = transport.message_way if exchanges else OWN
+            begun.append(transport.begin(turn, training.backward_begin, alike, way))
+        _, dweight, dbias, *_ = begun[lead]
+        kept = begun[0][3] is not None
+        dxs = [own[0] for own in begun]
+        gradients = [own[0] for own in given_to]
+        if kept:  # what comes back is there already
+            gradients = [own[3].to(dy.dtype) for own, dy in zip(begun, gradients)]
+        total = _total([own[5] for own in begun], lead)
+        merged, rest = None, None
+        if exchanges:
+            merged, rest = transport.exchange(turn, total.clone(), None, x.size(1))
+        for k, (_, z, *others) in enumerate(given_to):
+            leads = k == lead and wanted & WANTS_SHARE
+            if not exchanges and not leads:
+                continue
+            if exchanges and z.dtype != x.dtype:
+                dxs[k] = torch.empty_like(z)
+            outputs = dxs[k], *((dweight, dbias) if k == lead else (None, None)), begun[k][4]
+            sums = [total if leads else None, *_beside(z, merged, rest)]
+            with without_modes():  # as in forward
+                after = gradients[k], z, *others, form.constants, kept, outputs, sums
+                training.backward_finish(*after, step.ranks)
+    if lead > 0:  # parameters lie where the first x does
+        dweight, dbias = _beside(saved[0], dweight, dbias)
+    needs_x, _, _, needs_residual = step.needs
+    return *(dxs if needs_x else none), dweight, dbias, *(gradients if needs_residual else none)
 
 
 @recorded(lambda module, *_: module.state.name)
@@ -106,10 +294,14 @@ def train_on_devices(
     )
     residuals = none if residuals is None else residuals
     again = segment is not None and segment.kept is not None
-    try:
+    statistics = tuple(map(plain, module._tracked()))
+    weight, bias = map(plain, module._affine())
+    x = xs[0] if xs else None
+    parts = residuals[0] if zs else None, weight, bias
+    parameter = weight if statistics[0] is None else statistics[0]
+    with turn_of(state, options, None if again else peers, x, parts, parameter=parameter) as turn:
         check_options(options)
-        statistics = tuple(map(plain, module._tracked()))
-        shared = dict(zip((*RUNNING, "weight", "bias"), (*statistics, *module._affine())))
+        shared = dict(zip((*RUNNING, "weight", "bias"), (*statistics, weight, bias)))
         check_plain(peers is None, **shared)
         check_counter(options.momentum, *statistics)
         if options.statistics != "reproducible":
@@ -119,18 +311,22 @@ def train_on_devices(
             )
         if options.writes_over_input:
             raise ValueError("inplace: got True for a list of inputs, expected False")
-        ranks = 1 if peers is None else peers.ranks
-        _check_inputs(module, xs, residuals, masks, ranks)
+        _check_inputs(module, xs, residuals, masks, 1 if peers is None else peers.ranks)
         state.move(xs[0].device)
-    except Exception as error:
-        if not again:
-            _tell(module, error, xs[0] if xs else None)
-        raise
-    masks = [None if mask is None else mask.contiguous() for mask in masks]
-    weight, bias = map(plain, module._affine())
-    step = (statistics, options, state, peers, segment)
-    ys = apply_step(xs, weight, bias, residuals, masks, *step)
-    ys = [ys] if len(xs) == 1 else ys
+        masks = [None if mask is None else mask.contiguous() for mask in masks]
+        if len(xs) == 1:
+            tensors = xs[0], weight, bias, residuals[0], masks[0]
+            ys = [apply_step(turn, *tensors, statistics, options, state, segment)]
+        else:
+            needs = training.needs_of(*xs, weight, bias, *residuals)
+            wanted = (
+                any(needs[: len(xs)]),
+                *needs[len(xs) : len(xs) + 2],
+                any(needs[len(xs) + 2 :]),
+            )
+            word = training.takes_part(wanted, options, segment)
+            step = training.Given(statistics, options, state, peers, word, segment)
+            ys = _OfMany.apply(turn, step, *xs, weight, bias, *residuals, *masks)
     if not again:
         state.had_list = True
     own = *module._tracked()[:2], *module._affine()
@@ -176,11 +372,6 @@ def check_alone(module) -> None:
     module.state.had_list = False
 
 
-def _tell(module, error: BaseException, x: object) -> None:
-    parameter = module.weight if module.running_mean is None else module.running_mean
-    tell(error, module.state, x, parameter, module.options())
-
-
 def give_up(calls: Iterable[tuple], error: BaseException) -> None:
     """Tells the other processes, once per group, that this one does not come to the exchange.
 
@@ -189,5 +380,6 @@ def give_up(calls: Iterable[tuple], error: BaseException) -> None:
     # The error of the device is the one to raise, whatever becomes of this.
     with contextlib.suppress(Exception):
         groups = {module.state.peers(module.options()): (module, x) for module, x in calls}
-        for module, x in groups.values():
-            _tell(module, error, x)
+        for peers, (module, x) in groups.items():
+            with contextlib.suppress(Exception), turn_of(module.state, module.options(), peers, x):
+                raise error

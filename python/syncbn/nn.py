@@ -6,6 +6,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Sequence
+from operator import is_
 from typing import Any, NoReturn, TypeVar, overload
 
 import torch
@@ -190,16 +191,16 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         momentum = self.momentum
         if isinstance(momentum, Tensor) and momentum.numel() == 1:  # as PyTorch's operator takes it
             momentum = momentum.item()
-        return Options(
-            self.sync,
-            self.eps,
-            momentum,
-            self.affine_grad,
-            self.activation,
-            self.negative_slope,
-            self.statistics,
-            self.inplace,
+        own = (
+            *(self.sync, self.eps, momentum, self.affine_grad, self.activation),
+            *(self.negative_slope, self.statistics, self.inplace),
         )
+        if torch.compiler.is_compiling():
+            return Options(*own)
+        kept = self.state.options
+        if kept is None or not all(map(is_, own, kept)):
+            self.state.options = kept = Options(*own)
+        return kept
 
     @overload
     def forward(

@@ -25,27 +25,6 @@ torch.ops.load_library(_LIBRARIES / "libsyncbn_torch_cpu.so")
 
 ops = torch.ops.syncbn
 
-#: How far a begin goes; 0 and more are the numbers of groups in shared memory, over which it goes
-#: to the end. ALONE does so for one rank; MESSAGE and IN_PLACE stop at the message, with and
-#: without room for y; OWN is a backward without an exchange; NOTED gives the sums of one rank as
-#: well, and is MESSAGE on CUDA.
-ALONE, MESSAGE, IN_PLACE, OWN, NOTED = range(-1, -6, -1)
-#: Statuses of an operator of a group in shared memory.
-DONE, PENDING, TIMEOUT, LOST, DIVERGED, UNCHECKED, NO_MEMORY = range(7)
-HEADER_WORDS = 8
-#: Words of the first message of an exchange over Gloo, the same for every call of the group: Gloo
-#: ends the process when ranks bring different lengths, so lengths may differ only after the first
-#: message has shown that the calls agree. 512 channels of float32 fit.
-FRAME_WORDS = HEADER_WORDS + 512 * 19
-#: Where a message says, as REJECTED, that a rank raised an error, and a forward's who takes part
-#: in backward.
-HEADER_FLAGS, HEADER_BACKWARD = 3, 4
-REJECTED = 1
-#: Words per channel, in the order of the core's DType.
-MESSAGE_WORDS = {torch.float16: 6, torch.bfloat16: 19, torch.float32: 19, torch.float64: 83}
-DTYPES = tuple(MESSAGE_WORDS)
-
-
 _as_it_is = contextlib.nullcontext()
 
 
@@ -55,6 +34,35 @@ def without_modes() -> contextlib.AbstractContextManager:
     if _len_torch_dispatch_stack() == 0 and _len_torch_dispatch_stack_pre_dispatch() == 0:
         return _as_it_is
     return _disable_current_modes()
+
+
+with without_modes():
+    _numbers = ops.constants()
+(
+    #: How far a begin goes; 0 and more are the numbers of groups in shared memory, over which it
+    #: goes to the end. ALONE does so for one rank; MESSAGE stops at the message, FRAMED at one of
+    #: FRAME_WORDS words or more; OWN is a backward without an exchange.
+    ALONE, MESSAGE, FRAMED, OWN,
+    #: What a backward's begin is asked for: the gradient that comes back through the activation;
+    #: gradients of weight and bias of this rank's samples.
+    WANTS_U, WANTS_SHARE,
+    #: Statuses of an operator of a group in shared memory.
+    DONE, PENDING, TIMEOUT, LOST, DIVERGED, UNCHECKED, NO_MEMORY,
+    #: Words of a message in front of its channels', and words of the first message over Gloo.
+    HEADER_WORDS, FRAME_WORDS,
+    #: Where a message says, as REJECTED, that a rank raised an error, and a forward's who takes
+    #: part in backward.
+    HEADER_FLAGS, HEADER_BACKWARD, REJECTED,
+    MAX_RANKS,
+    #: Milliseconds that an operator waits in shared memory before Python looks for signals.
+    SLICE,
+    *_words,
+) = _numbers  # fmt: skip
+#: Words per channel, in the order of the core's DType.
+MESSAGE_WORDS = dict(
+    zip((torch.float16, torch.bfloat16, torch.float32, torch.float64), _words, strict=True)
+)
+DTYPES = tuple(MESSAGE_WORDS)
 
 
 def message_words(channels: int, dtype: torch.dtype, records: int = 0) -> int:
@@ -88,9 +96,9 @@ def activation_mask_of(x):
 
 
 @torch.library.register_fake("syncbn::update_running_statistics")
-def _(running_mean, running_var, num_batches_tracked, call, saved, momentum):
-    """Updates the first four in place, by what a forward saved; a count of 0 leaves all but `call`
-    as they are. momentum None: cumulative averaging by num_batches_tracked."""
+def _(running_mean, running_var, num_batches_tracked, saved, momentum):
+    """Updates the first three in place, by what a forward saved; a count of 0 leaves them as they
+    are. momentum None: cumulative averaging by num_batches_tracked."""
 
 
 _cuda_loaded = False

@@ -6,6 +6,7 @@ of its own for what it saves."""
 import math
 import struct
 import zlib
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -15,12 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
-from .exchange import callers, groups, host
-from .exchange.call import Backward, Call
+from .exchange import callers, groups
+from .exchange.call import Backward, Call, Peers
+from .exchange.turn import refuse
 from .operators import info_of, ops, saved_of
 from .step import training
 from .step.as_operator import operator
 from .step.options import (
+    Form,
     Options,
     check_input,
     check_per_channel,
@@ -54,11 +57,11 @@ class BatchNormOutputs(NamedTuple):
 
 
 class _Operator:
-    """A training operator, as a step takes its layer: state and options. call: its number, of
-    batches. group: a name; None for this rank alone."""
+    """A training operator, as a step takes its layer: state and options. group: a name; None for
+    this rank alone."""
 
     statistics, negative_slope = "reproducible", 0.0
-    count = times = record = None
+    record = None
 
     def __init__(
         self,
@@ -67,10 +70,10 @@ class _Operator:
         name: str,
         group: str | None,
         use_global_est: bool,
-        call: Tensor | None = None,
     ) -> None:
         self.eps, self.momentum, self.use_global_est = eps, momentum, use_global_est
-        self.name, self.call, self.group = name, call, group or ""  # no paths are compared
+        self.name, self.group = name, group or ""  # no paths are compared
+        self.counters: Tensor | None = None
         self.peers = None if group is None else groups.named(group)
         # What ranks must have in common besides epsilon; the momentum's bits, without arithmetic.
         own = struct.pack("<d?", momentum, use_global_est)
@@ -83,13 +86,20 @@ class _Operator:
             "use_global_est": self.use_global_est,
         }
 
-    def call_of(self, x: Tensor, _: Any = None, given: int | None = None) -> Call:
-        parts = ("residual", "scale", "bias")
-        return Call(self.name, None, "forward", x.shape[1], x.dtype, self, given=given, parts=parts)
+    def form(self, _: Any) -> Form:
+        return form_of(self.number, *_PLAIN._replace(eps=self.eps))
+
+    def reached(self, peers: Peers | None) -> Peers | None:
+        return peers
+
+    def call_of(self, x: Tensor, _: Any = None, parts: Sequence[object] = (None,) * 3) -> Call:
+        given = sum((part is not None) << bit for bit, part in enumerate(parts))
+        names = ("residual", "scale", "bias")
+        return Call(self.name, None, "forward", x.shape[1], x.dtype, self, given, names)
 
 
 #: Of a step with neither an activation nor a residual.
-_FORM = form_of(*Options())
+_PLAIN = Options()
 
 
 def _copy(name: str, estimate: Tensor) -> Tensor:
@@ -103,7 +113,7 @@ def _copy(name: str, estimate: Tensor) -> Tensor:
 
 def _evaluated(x, mean, var, scale, bias, epsilon: float) -> tuple[Tensor, Tensor]:
     """Gives y of given statistics, and these as a forward saves its own, of no elements."""
-    y, saved = ops.evaluate(x, mean, var, scale, bias, epsilon)
+    y, saved = ops.evaluate(x, mean, var, scale, bias, eps=epsilon)
     info_of(saved).zero_()
     return y, saved
 
@@ -116,8 +126,8 @@ def _updated(averages, batches, saved, momentum: float) -> list[Tensor]:
     info_of(saved)[:1].clamp_(max=1)  # of a count of 1 the variance is taken as it is, biased
     assigned = [torch.zeros_like(e) for e in averages]
     share = float(1 - Fraction(momentum))  # in whatever mode the process rounds
-    ops.update_running_statistics(*averages, None, None, saved, share)
-    ops.update_running_statistics(*assigned, None, None, saved, 1.0)
+    ops.update_running_statistics(*averages, None, saved, share)
+    ops.update_running_statistics(*assigned, None, saved, 1.0)
     first = (batches.view(()) == 0) & (info_of(saved)[0] > 0)
     return [torch.where(first, a, b) for a, b in zip(assigned, averages)]
 
@@ -138,13 +148,16 @@ def _batch_norm(
         y, saved = _evaluated(x, mean, var, scale, bias, epsilon)
         wide = (t.clone() for t in saved[:-2].view(3, -1)[:2])
         return y, *wide, *(_copy(*named) for named in variables), saved
-    own: Any = _Operator(epsilon, momentum, layer, group, use_global_est, batches)
-    transport, call = host.transport_of(own.peers, x.device), own.call_of(x)
-    *estimates, own.call = [transport.refusing(_copy, named, x, call) for named in variables]
-    given = training.Given((None,) * 3, own, _FORM, own, own.peers, 0)
-    try:
-        tensors = ((x,), scale, bias, (None,), (None,))
-        _, (y,), (*_, saved, _, _) = training.forward(given, (False,) * 4, *tensors)
+    own: Any = _Operator(epsilon, momentum, layer, group, use_global_est)
+    with training.turn_of(own, own, own.peers, x, (None, scale, bias)) as turn:
+        try:
+            *estimates, batches = [_copy(*named) for named in variables]
+        except ValueError as error:
+            turn.refused(error)
+        own.counters = torch.cat((batches, batches))  # the call's number, and room for the count
+        given = training.Given((None,) * 3, own, own, own.peers, 0)
+        tensors = (x, scale, bias, None, None)
+        _, y, (*_, saved, _, _) = training.forward(turn, given, (False,) * 4, *tensors)
         estimates = _updated(estimates, batches, saved, momentum)
         batch_mean, batch_var, _ = (t.clone() for t in saved[:-2].view(3, -1))
         info = info_of(saved)
@@ -152,9 +165,6 @@ def _batch_norm(
             # NaN where the ranks disagreed
             mean, var = (torch.where(info[0] < 0, math.nan, e) for e in estimates)
             y, saved = _evaluated(x, mean, var, scale, bias, epsilon)
-    except BaseException as error:
-        transport.leave(error, call)
-        raise
     return y, batch_mean, batch_var, *estimates, batches + (info[:1] > 0), saved
 
 
@@ -180,12 +190,12 @@ def _batch_norm_backward(
     own: Any = _Operator(epsilon, momentum, layer, group if exchanges else None, constant)
     needs = exchanges, scale_dtype is not None, bias_dtype is not None, False
     made, awaited = (None, x.shape[1], x.dtype), Backward(exchanges, False)
-    step = training.Step(own, own, _FORM, own.peers, made, awaited, bias_dtype, needs)
-    dx, dscale, dbias, _ = training.backward(step, (dy,), scale, None, x, saved, None, None)
+    step = training.Step(own, own, own.form(own), own.peers, made, awaited, bias_dtype, needs)
+    dx, dscale, dbias, _ = training.backward(step, dy, scale, None, x, saved, None, None)
     if constant and needs_x:
         dx = torch.empty_like(x)
-        nothing = (None,) * 6
-        ops.backward_finish(dy, x, saved, scale, *nothing[:3], 0, 0.0, dx, *nothing, 1)
+        given = (dy, x, saved, scale, None, None, None, step.form.constants, False)
+        ops.backward_finish(*given, (dx, None, None, None), (None,) * 3, 1)
     return tuple(x.new_empty(0) if g is None else g for g in (dx, dscale, dbias))
 
 
@@ -364,7 +374,7 @@ def _run(
             check_written("estimated_var", tensors[2])
     except Exception as error:
         parameter = next((t for t in tensors[1:3] if isinstance(t, Tensor)), None)
-        host.reject(peers, Call(layer_name), error, x=tensors[0], parameter=parameter)
+        refuse(peers, Call(layer_name), error, tensors[0], parameter)
         raise
     name = None if peers is None else peers.group_name
     outputs = _BatchNorm.apply(

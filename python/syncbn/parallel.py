@@ -16,6 +16,7 @@ from .errors import DivergenceError
 from .exchange import callers, groups, host
 from .exchange.call import Call, Peers, tag_of
 from .exchange.tree import Tree
+from .exchange.turn import refuse
 from .nn import SyncBatchNorm
 from .step.options import check_module
 from .step.surroundings import Streams, refuse_tracing
@@ -84,7 +85,7 @@ def all_reduce(
     try:
         _check_summands(xs)
     except ValueError as error:
-        host.reject(peers, Call("all_reduce"), error)
+        refuse(peers, Call("all_reduce"), error)
         raise
     sums = AllReduce.apply(peers, *xs)
     return sums[0] if isinstance(x, Tensor) else list(sums)

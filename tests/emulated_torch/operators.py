@@ -8,7 +8,7 @@ import torch
 from emulated import DTYPES, assert_equal, on_cpu, on_cuda, random, run_checks
 
 from rank import Rank
-from syncbn.operators import IN_PLACE, OWN, info_of
+from syncbn.operators import OWN, info_of
 
 
 def total(messages):
@@ -17,22 +17,22 @@ def total(messages):
 
 def step(ops, xs, dys, weight, bias, residual, kind, mask, call):
     """All operators of a step of several ranks, on the first of them."""
-    x, count, counter = xs[0], len(xs), call.clone()
+    x, count, counters = xs[0], len(xs), call.clone()
     running = torch.zeros(x.shape[1]), torch.ones(x.shape[1]).double(), torch.tensor(3)
     options = {"eps": 1e-3, "kind": kind, "slope": 0.1, "layer": 7, "ops": ops}
     first = Rank(
         *(x, weight, bias, residual, mask),
-        **{**options, "call": counter, "running": running, "momentum": None},
+        **{**options, "counters": counters, "running": running, "momentum": None},
     )
     ranks = [first]
     for t in xs[1:]:
         z = None if residual is None else torch.zeros_like(t)
-        ranks.append(Rank(t, weight, bias, z, call=call.clone(), **options))
+        ranks.append(Rank(t, weight, bias, z, counters=call.clone(), **options))
     messages = [rank.begin(word=0x2001001) for rank in ranks]
     for rank in ranks:
         rank.finish(total(messages), count)
     results = [messages[0][:8], first.y, first.saved, first.bits]
-    results += [t.clone() for t in (*running, counter)]
+    results += [t.clone() for t in (*running, counters)]
     keep = residual is not None and kind != 0
     for share, dtypes in (
         (False, (torch.float32, torch.float64)),
@@ -46,12 +46,12 @@ def step(ops, xs, dys, weight, bias, residual, kind, mask, call):
         results += [sums[0][:8], first.u, *first.finish_backward(total(sums), count)]
     first.begin_backward(dys[0], keep, share=True, way=OWN)
     results += first.finish_backward(None)
-    ops.update_running_statistics(*running, counter, first.saved, 0.3)
-    return [*results, *running, counter]
+    ops.update_running_statistics(*running, first.saved, 0.3)
+    return [*results, *running]
 
 
 def check_steps():
-    call, channels = torch.tensor([5]), 6
+    call, channels = torch.tensor([5, 0]), 6
     shapes = ((3, channels, 4, 5), (7, channels), (0, channels, 3))
     for dtype, shape, kind in itertools.product(DTYPES, shapes, (0, 1, 2)):
         for with_residual, with_mask, ranks in ((0, 0, 1), (1, 0, 1), (0, 1, 2), (1, 1, 3)):
@@ -90,13 +90,13 @@ def check_ranks_without_samples_of_another_dtype():
 
 def check_disagreement_gives_nan():
     """And a count of -1, which leaves running statistics alone; the gradient is NaN too."""
-    x, running, call = random((4, 3, 5), 0), [torch.zeros(3), torch.ones(3)], torch.tensor([0])
+    x, running, call = random((4, 3, 5), 0), [torch.zeros(3), torch.ones(3)], torch.tensor([0, 0])
     tracked = torch.tensor(0)
-    rank = Rank(x, layer=1, call=call, running=(*running, tracked), momentum=0.1, ops=on_cuda)
-    y = rank.finish(rank.begin() + Rank(x, layer=2, call=call, ops=on_cuda).begin(), 2)
+    rank = Rank(x, layer=1, counters=call, running=(*running, tracked), momentum=0.1, ops=on_cuda)
+    y = rank.finish(rank.begin() + Rank(x, layer=2, counters=call, ops=on_cuda).begin(), 2)
     assert all(t.isnan().all() for t in (y, rank.mean, rank.var, rank.rstd))
     assert info_of(rank.saved).tolist() == [-1, 0]
-    assert not running[0].any() and running[1].eq(1).all() and tracked == 0 and call == 1
+    assert not running[0].any() and running[1].eq(1).all() and tracked == 0 and call[0] == 1
     sums = rank.begin_backward(x, dtypes=(torch.float32, None), share=True)
     dx, dweight, _ = rank.finish_backward(2 * sums, 2)
     assert dx.isnan().all() and dweight.isnan().all()
@@ -107,7 +107,7 @@ def check_welford():
     float32 (float64), of at most the largest value, or its square."""
     for dtype, count in itertools.product(DTYPES, (1, 3)):
         xs = [random((2 + i, 4, 3, 5), i, dtype) for i in range(count)]
-        options = {"eps": 1e-3, "statistics": 1, "layer": 7, "call": torch.tensor([3])}
+        options = {"eps": 1e-3, "statistics": 1, "layer": 7, "counters": torch.tensor([3, 0])}
         own = Rank(xs[0], **options).begin(word=5)
         ranks = [Rank(x, **options, ops=on_cuda) for x in xs]
         messages = [rank.begin(word=5) for rank in ranks]
@@ -135,10 +135,11 @@ def check_in_place():
                 x = x.to(memory_format=torch.channels_last)
             results = []
             for ops in (on_cuda, on_cpu):
-                rank = Rank(x.clone(), weight, bias, eps=1e-3, kind=2, slope=0.25, ops=ops)
-                y = rank.finish(rank.begin(way=IN_PLACE))
+                options = {"eps": 1e-3, "kind": 2, "slope": 0.25, "in_place": True, "ops": ops}
+                rank = Rank(x.clone(), weight, bias, **options)
+                y = rank.finish(rank.begin())
                 assert y is rank.x
-                recovered = ops.recover_input(y, rank.saved, weight, bias, 0.25)
+                recovered = ops.recover_input(y, rank.saved, weight, bias, rank.form)
                 results.append((y, rank.saved, *recovered))
             assert_equal(*results, (dtype, shape, weight is None))
 
@@ -152,9 +153,10 @@ def check_given_statistics():
         for weight, bias in ((random(6, 7), random(6, 8, dtype)), (None, None)):
             results = []
             for ops in (on_cuda, on_cpu):
-                y, saved = ops.evaluate(x, mean, var, weight, bias, 1e-3)
-                dx, nothing = torch.empty_like(x), (None,) * 6
-                ops.backward_finish(dy, x, saved, weight, *nothing[:3], 0, 0.0, dx, *nothing, 1)
+                y, saved = ops.evaluate(x, mean, var, weight, bias, eps=1e-3)
+                dx, form = torch.empty_like(x), Rank(x, ops=ops).form
+                given = (dy, x, saved, weight, None, None, None, form, False)
+                ops.backward_finish(*given, (dx, None, None, None), (None,) * 3, 1)
                 results.append((y, saved[:6], saved[12:18], dx))
             assert_equal(*results, (dtype, shape, of_estimates))
 
@@ -188,7 +190,7 @@ def check_errors():
     refused("merged: got 64 words", rank.finish, message[:-1])
     refused("weight: got", Rank(x, x[0, 0], ops=on_cuda).begin)
     refused("eps: got", Rank(x, eps=-1.0, ops=on_cuda).begin)
-    refused("bias: got", Rank(x, None, x[0, 0], ops=on_cuda).begin, 0, IN_PLACE)
+    refused("bias: got", Rank(x, None, x[0, 0], in_place=True, ops=on_cuda).begin)
     refused("mean: got 2 entries", on_cuda.evaluate, x, mean[:2], mean, None, None, 0.0)
 
 

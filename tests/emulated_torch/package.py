@@ -31,5 +31,5 @@ def emulated():
         for module in (agreement, autograd, ops, training):
             stack.enter_context(mock.patch.object(module, "ops", on_cuda))
         for name in DOORS:
-            stack.enter_context(mock.patch.object(training, f"_{name}", getattr(on_cuda, name)))
+            stack.enter_context(mock.patch.object(training, name, getattr(on_cuda, name)))
         yield

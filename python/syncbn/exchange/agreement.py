@@ -13,6 +13,7 @@ from ..errors import DivergenceError, ExchangeTimeout, PeerLost
 from ..operators import (
     DTYPES,
     FRAME_WORDS,
+    FRAMED,
     HEADER_BACKWARD,
     HEADER_FLAGS,
     HEADER_WORDS,
@@ -41,12 +42,12 @@ class OnHost(Transport):
     way from rank to rank has sum_words()."""
 
     peers: Peers
-    on_host = True
+    way = message_way = FRAMED
     #: Words that a first message has at least; 0: it may have any length, also a wrong one.
     frame_words = FRAME_WORDS
 
     def __init__(self, peers: Peers) -> None:
-        self.peers = peers
+        self.peers, self.ranks = peers, peers.ranks
 
     def within(self: _OnHost, seconds: float) -> _OnHost:
         """Gives the way to the same ranks, which wait for each other so long at most."""
@@ -61,11 +62,9 @@ class OnHost(Transport):
         """Sums what goes first: the frame."""
         return self.sum_words(message[: self.frame_words], call)
 
-    def exchange(self, message, channels, call, records=0):
-        return self._rest_after(self.sum_first(message, call), message, channels, call, records)
-
-    def _rest_after(self, first, message, channels, call, records=0):
-        """Gives what exchange() returns, when the first part of the sum is there."""
+    def exchange(self, turn, message, merged, channels, records=0):
+        turn.sent, call = True, turn.call
+        first = self.sum_first(message, call) if merged is None else merged
         # A mode of the caller's that raised here would leave the others alone with the sum.
         with without_modes():
             dtype = check_header(first, self, call)
@@ -85,13 +84,13 @@ class OnHost(Transport):
         with Attempt(self.peers, call) as attempt:
             return sum_over_gloo(x.clone(), self.peers.group_name, attempt)
 
-    def backward_of(self, word, merged, own, call):
+    def backward_of(self, word, merged, own, turn):
         if merged is not None:
             with without_modes():
                 word = int(merged[HEADER_BACKWARD].item())
-        return backward_of(word, own, self, call)
+        return backward_of(word, own, self, turn.call)
 
-    def reject(self, call, error, x=None, parameter=None):
+    def refuse(self, call, error, x=None, parameter=None):
         reason = str(error).removeprefix(f"{call}, {self.peers}: ")
         text = f"{call}: {type(error).__name__}: {reason}"
 
@@ -243,7 +242,7 @@ def check_count(merged: torch.Tensor | None, own: int, sizes: str) -> None:
 
 
 #: How many ranks a counter of that word has room for.
-_COUNTER = (1 << 12) - 1
+_COUNTER = WANTS_SUMS - 1
 
 
 def backward_of(word: int, own: int, engine: OnHost, call: Call) -> Backward:

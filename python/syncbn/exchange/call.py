@@ -1,28 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one exchange is about: with whom, of which call of a layer, and how profiles and errors name
-it."""
+"""What one exchange is about: with whom, of which call of a layer, and how errors name it."""
 
 import re
 import zlib
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import profiler
 
-
-def ranged(function: Callable[..., Any], call: "Call | None", part: str) -> Callable[..., Any]:
-    """Gives the function as a range of a profile, "syncbn::", the layer's name, the direction if it
-    is not forward, and the part of it. Where no profile is taken, it is the function itself."""
-    if call is None or not profiler._is_profiler_enabled:
-        return function
-    name = call.layer if call.direction == "forward" else f"{call.layer} {call.direction}"
-
-    def run(*arguments):
-        with profiler.record_function(f"syncbn::{name} {part}"):
-            return function(*arguments)
-
-    return run
+from ..operators import MAX_RANKS
 
 
 class Peers(NamedTuple):
@@ -106,7 +91,8 @@ class Backward(NamedTuple):
 
 #: Counters of ranks in the header's word about backward: of those that want the gradient of x, of
 #: those that want the global gradients of weight and bias, and of those that can come.
-WANTS_X, WANTS_SUMS, COMES = 1, 1 << 12, 1 << 24
+_COUNTER = 2 * MAX_RANKS
+WANTS_X, WANTS_SUMS, COMES = 1, _COUNTER, _COUNTER**2
 
 #: An operator's error about an argument.
 _INVALID = re.compile(r"\w+: got [^\n]*, expected ")
@@ -114,8 +100,8 @@ _INVALID = re.compile(r"\w+: got [^\n]*, expected ")
 _NO_MEMORY = re.compile(r"DefaultCPUAllocator: .* allocate (\d+) bytes")
 
 
-class Refused(Exception):
-    """An operator of a whole direction took no such arguments; its exchange did not begin."""
+class Busy(RuntimeError):
+    """Another thread of this rank exchanges in the group."""
 
 
 def lacks_memory(error: BaseException) -> bool:

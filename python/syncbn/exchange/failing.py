@@ -25,7 +25,7 @@ from ..errors import ExchangeTimeout, PeerLost
 from ..operators import ops, without_modes
 from . import callers
 from .apart import begin, is_done
-from .call import Call, Peers, Refused, lacks_memory, reason_of
+from .call import Busy, Call, Peers, lacks_memory, reason_of
 
 #: Seconds between two looks at the store.
 INTERVAL = 1.0
@@ -34,6 +34,12 @@ _SPINS = 100
 #: Directions of a layer. For the first time a rank may have to compile, so that the others wait as
 #: long as for the caller's own group.
 _STEP = ("forward", "backward", "conversion")
+
+
+class Refused(Exception):
+    """An operator of a whole direction took no such arguments; its exchange did not begin."""
+
+
 #: Ways out of an exchange that the other ranks take as well, or that are no part of it.
 _KNOWN_TO_ALL = (ExchangeTimeout, PeerLost, Refused)
 
@@ -90,6 +96,8 @@ class Member:
             store.set(f"{self.answered}/{self.rank}", self.says())
 
 
+#: Groups that stay open until this process ends, by their ids: one for each that broke over Gloo.
+open_for_good: set[int] = set()
 #: By the group's name.
 members: defaultdict[str, Member] = defaultdict(Member)
 #: What this process refused last by itself, and when.
@@ -274,7 +282,7 @@ class Attempt:
     def __enter__(self) -> "Attempt":
         member, shared = self.member, self.peers.shared
         if not member.lock.acquire(blocking=False):
-            raise RuntimeError(
+            raise Busy(
                 f"{self.call}, {self.peers}: got a call while another thread exchanges in the "
                 "same group, expected one thread for each group (process_group=)"
             )
@@ -291,7 +299,9 @@ class Attempt:
             abandon(peers, call, error)
         member.does = call, False, time.monotonic()
         member.lock.release()
-        if kind is None and call.direction in _STEP:
+        if kind is not None:
+            return
+        if call.direction in _STEP:
             member.exchanged.add((call.layer, call.direction))
 
     @property
@@ -355,10 +365,6 @@ def _tell(peers: Peers, why: str) -> None:
     """Has the others know it within two looks at the store. Waits for nothing."""
     member = members[peers.group_name]
     member.to_tell = member.to_tell or f"rank {peers.rank} left the group: {why}"[:400]
-
-
-#: Groups that stay open until this process ends, by their ids: one for each that broke over Gloo.
-open_for_good: set[int] = set()
 
 
 def _keep(peers: Peers) -> None:

@@ -6,7 +6,6 @@ import functools
 
 import torch
 import torch.nn.functional as F
-from torch.autograd import profiler
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
 from ..operators import (
@@ -17,19 +16,16 @@ from ..operators import (
     MESSAGE,
     NO_MEMORY,
     PENDING,
+    SLICE,
     TIMEOUT,
     UNCHECKED,
     message_words,
     ops,
 )
-from . import callers
 from .agreement import OnHost, sum_over_gloo
-from .call import Call, Peers, Refused
-from .failing import Attempt
+from .call import Call, Peers
+from .failing import Attempt, Refused
 from .transport import ALONE_WAY, InStream, Transport
-
-#: Milliseconds that an operator waits in shared memory.
-_SLICE = 50
 
 
 def engine_of(peers: Peers) -> "OnHost":
@@ -60,7 +56,7 @@ class _InMemory(OnHost):
 
     def _all_reduce(self, words: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Gives the sum over the node, and a status."""
-        total, status = ops.shm_sum(words, self._handle, _SLICE)
+        total, status = ops.shm_sum(words, self._handle, SLICE)
         return total, _finish(self._handle, status)
 
     def _sum_on_node(self, words: torch.Tensor, attempt: Attempt) -> torch.Tensor:
@@ -88,7 +84,7 @@ def _finish(handle: int, status: int) -> int:
     """Gives the status at the end of an exchange that has begun. Python is in between 20 times a
     second, so that Ctrl-C works."""
     while status == PENDING:
-        status, *_ = ops.shm_wait(handle, _SLICE)
+        status, _ = ops.shm_wait(handle, SLICE)
     return status
 
 
@@ -97,6 +93,7 @@ class SharedMemory(_InMemory):
 
     name = "shared memory"
     frame_words = 0
+    message_way = MESSAGE
 
     def __init__(self, peers: Peers) -> None:
         super().__init__(peers)
@@ -115,34 +112,28 @@ class SharedMemory(_InMemory):
                 return total
         return self.sum_words(message[:HEADER_WORDS], call)
 
-    def begin(self, run, passes, lead, way, call, gathers=False, checked=True):
-        if way is None and profiler._is_profiler_enabled:
-            way = MESSAGE  # whose parts are ranges
-        if way is not None:
-            return super().begin(run, passes, lead, way, call, gathers, checked)
-        (arguments,) = passes
-        handle = self._handle
+    def begin(self, turn, run, arguments, way):
+        if way != self.way:
+            return super().begin(turn, run, arguments, way)
+        call, handle = turn.call, self._handle
         try:
             with Attempt(self.peers, call) as attempt:
                 try:
-                    given = [*run(*arguments, handle, _SLICE)]
+                    begun = run(*arguments, handle)
                 except Exception as error:
                     raise Refused(error) from error
-                *_, message, total, status = given
+                turn.sent = True
+                *given, merged, status = begun
                 if status == DONE:
-                    return [given], None
+                    return begun
                 status = _finish(handle, status)
                 if status == NO_MEMORY:
                     raise MemoryError(_error(handle))
                 if status not in (DIVERGED, UNCHECKED):
                     self._fail_unless_done(status, attempt)
         except Refused as refused:
-            raise self._failed(refused.args[0], arguments[0], call, checked) from None
-        if message is None:
-            return [given], None
-        if status == DIVERGED:
-            total = self.sum_words(message[:HEADER_WORDS], call)
-        return [given], (message, *self._rest_after(total, message, call.channels, call))
+            turn.refused(refused.args[0])
+        return *given, None if status == DIVERGED else merged, status
 
 
 class SharedMemoryAndGloo(_InMemory):
@@ -168,17 +159,15 @@ class SharedMemoryAndGloo(_InMemory):
 class ThroughHost(Transport):
     """Messages on CUDA of groups without NCCL; the host waits for the device, and frames them."""
 
-    on_host = True
-
     def __init__(self, peers: Peers) -> None:
-        self.peers, self.engine = peers, engine_of(peers)
+        self.peers, self.ranks, self.engine = peers, peers.ranks, engine_of(peers)
         self.name = f"{self.engine.name}, through the host"
 
-    def exchange(self, message, channels, call, records=0):
+    def exchange(self, turn, message, merged, channels, records=0):
         """Gives the merged message in one piece."""
         own = message.cpu()
         framed = F.pad(own, (0, max(0, self.engine.frame_words - own.numel())))
-        first, rest = self.engine.exchange(framed, channels, call, records)
+        first, rest = self.engine.exchange(turn, framed, None, channels, records)
         merged = first if rest is None else torch.cat([first, rest])
         dtype = int(ops.header(first, self.engine.peers.ranks)[3])
         # A rank without samples may be of another dtype than the group, whose length then counts.
@@ -189,11 +178,11 @@ class ThroughHost(Transport):
     def sum(self, x, tag, call):
         return self.engine.sum(x, tag, call)
 
-    def backward_of(self, word, merged, own, call):
-        return self.engine.backward_of(word, merged, own, call)
+    def backward_of(self, word, merged, own, turn):
+        return self.engine.backward_of(word, merged, own, turn)
 
-    def reject(self, call, error, x=None, parameter=None):
-        self.engine.reject(call, error)
+    def refuse(self, call, error, x=None, parameter=None):
+        self.engine.refuse(call, error)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -206,37 +195,3 @@ def transport_of(peers: Peers | None, device: torch.device) -> Transport:
     if not peers.cuda:
         return ThroughHost(peers)
     return InStream(peers, device)
-
-
-def reject(
-    peers: Peers | None,
-    call: Call,
-    error: BaseException,
-    x: object = None,
-    parameter: torch.Tensor | None = None,
-    counter: torch.Tensor | None = None,
-) -> None:
-    """Takes part in an exchange with the word that this rank cannot, so that the others get its
-    error now and not when their time is up. x: this rank's input. parameter: one that has the
-    layer's number of channels. counter: a tensor of any shape that lies where the layer does."""
-    if peers is not None:
-        parameter = parameter if isinstance(parameter, torch.Tensor) else None  # it may be refused
-        device = _device_of_others(peers, x, parameter, counter)
-        transport_of(peers, device).reject(call, error, x, parameter)
-
-
-def _device_of_others(
-    peers: Peers,
-    x: object,
-    parameter: torch.Tensor | None,
-    counter: torch.Tensor | None,
-) -> torch.device:
-    """Tells where the messages of ranks lie that do not refuse, which decides the way that they
-    take: where the layer lies, because the input may be what is refused."""
-    if parameter is not None:
-        return parameter.device
-    if counter is not None and counter.is_cuda:  # else the layer may not have been called yet
-        return counter.device
-    if callers.is_nccl_alone(peers.cuda):
-        return callers.device_of(peers.cuda)
-    return x.device if isinstance(x, torch.Tensor) else torch.device("cpu")

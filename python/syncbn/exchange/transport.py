@@ -4,39 +4,29 @@ of it, what the ways have in common, and those that need no word from the host."
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _len_torch_dispatch_stack
 
-from ..errors import DivergenceError, ExchangeTimeout, PeerLost
 from ..operators import (
     ALONE,
-    DONE,
+    HEADER_FLAGS,
     HEADER_WORDS,
-    IN_PLACE,
     MESSAGE,
     MESSAGE_WORDS,
+    REJECTED,
     message_words,
-    without_modes,
 )
 from . import callers
-from .call import (
-    WANTS_SUMS,
-    WANTS_X,
-    Backward,
-    Call,
-    Peers,
-    Refused,
-    explained,
-    lacks_memory,
-    ranged,
-)
-from .failing import abandon
+from .call import WANTS_SUMS, WANTS_X, Backward, Call, Peers
 
-#: Errors after an exchange that all ranks have.
-_OF_ALL_RANKS = (DivergenceError, ExchangeTimeout, PeerLost, ValueError)
+if TYPE_CHECKING:
+    from .turn import Turn
+
+#: The first part of a sum, and the words beyond it or None.
+Merged = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Transport(ABC):
@@ -47,22 +37,34 @@ class Transport(ABC):
     name: str
     #: None: one rank.
     peers: Peers | None = None
-    #: Whether the others hear of it where this rank leaves the group.
-    on_host = False
-    #: How far an operator that begins a direction goes.
-    way = MESSAGE
-    #: Words that a message has at least.
+    ranks = 1
+    #: How far an operator goes that begins a direction: as far as it can, and to the message.
+    way = message_way = MESSAGE
+    #: Words that a first message has at least.
     frame_words = 0
+
+    def begin(self, turn: "Turn", run: Callable, arguments: tuple, way: int) -> Any:
+        """Runs an operator that begins a direction, as far as `way`, and gives what it gives."""
+        try:
+            return run(*arguments, way)
+        except Exception as error:
+            turn.refused(error)
 
     @abstractmethod
     def exchange(
-        self, message: torch.Tensor, channels: int, call: Call, records: int = 0
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Sums a message over the group; the sum may be written over it. records: as
-        message_words() takes it.
+        self,
+        turn: "Turn",
+        message: torch.Tensor,
+        merged: torch.Tensor | None,
+        channels: int,
+        records: int = 0,
+    ) -> Merged:
+        """Sums a message over the group; the sum may be written over it. merged: the sum, where
+        begin() has come to it; on CUDA a copy of the message, for the sum to be written over.
+        records: as message_words() takes it.
 
-        Returns (first part, the words beyond it or None). Raises DivergenceError if the calls
-        differ; in stream order, where nobody waits for the device, they give NaN.
+        Raises DivergenceError if the calls differ; in stream order, where nobody waits for the
+        device, they give NaN.
         """
 
     @abstractmethod
@@ -71,131 +73,30 @@ class Transport(ABC):
         Errors are those of exchange()."""
 
     @abstractmethod
-    def backward_of(self, word: int, merged: torch.Tensor | None, own: int, call: Call) -> Backward:
+    def backward_of(
+        self, word: int, merged: torch.Tensor | None, own: int, turn: "Turn"
+    ) -> Backward:
         """Tells who takes part in the backward of a forward. word: what the merged header says, or
         merged the message that begins with it. own: this rank's word."""
 
     @abstractmethod
-    def reject(
+    def refuse(
         self,
         call: Call,
         error: BaseException,
         x: object = None,
         parameter: torch.Tensor | None = None,
     ) -> None:
-        """Does what host.reject() says."""
-
-    def leave(self, error: BaseException, call: Call) -> None:
-        """Tells the others of an error that ends a step of a layer on this rank alone, also before
-        and after the exchange. The caller raises the error again; what lacks memory is
-        raised here, with the layer's name."""
-        no_memory = lacks_memory(error)
-        own = no_memory or not isinstance(error, Exception)
-        # A mode of the caller's may raise anything, anywhere.
-        own = own or (_len_torch_dispatch_stack() > 0 and not isinstance(error, _OF_ALL_RANKS))
-        if getattr(error, "told", False) or not own:
-            return
-        if self.on_host and self.peers is not None:
-            abandon(self.peers, call, error)
-        if no_memory:
-            raise _told(explained(error, call, self.peers)) from error
-
-    def begin(
-        self,
-        run,
-        passes: Sequence[tuple],
-        lead: int,
-        way: int | None,
-        call: Call | None,
-        gathers: bool = False,
-        checked: bool = True,
-    ) -> tuple[list, tuple | None]:
-        """Begins a direction, which ends here where it can.
-
-        run: the operator. passes: its arguments but for the last two, of each input of this
-        process. lead: the input that speaks for all. way: how far the operator goes; None: as far
-        as this transport lets it. gathers: the messages are records. checked: an argument that it
-        refuses is an error that the others hear of, and not Refused. call: None of one rank whose
-        caller names the errors.
-
-        Returns (what the operator gives of each input; None, or where the direction has not come to
-        its end, this rank's message and what exchange() returns of it). In what it
-        gives, the last but one is the sum over the group of a direction that came to its end in
-        shared memory, or by NOTED.
-        """
-        given, messages = [], []
-        way = self.way if way is None else way
-        last = (way, 0 if gathers else self.frame_words)
-        if way in (MESSAGE, IN_PLACE):
-            run = ranged(run, call, "sums")
-        for arguments in passes:
-            try:
-                outputs = run(*arguments, *last)
-            except Exception as error:
-                raise self._failed(error, passes[lead][0], call, checked) from None
-            given.append(outputs)
-            message, copy, status = outputs[-3:]
-            if message is not None:
-                messages.append((message, message if copy is None else copy))
-        if status == DONE or message is None:
-            return given, None
-        own, message = messages[0]
-        if len(messages) > 1:
-            own = _total([own for own, _ in messages], lead)
-            message = own if message is messages[0][0] else own.clone()
-        x, records = passes[lead][0], 0
-        if gathers and self.peers is not None:
-            records = self.peers.ranks
-            placing = (message, self.peers, self.frame_words)
-            message = self.refusing(with_places, placing, x, call)
-        exchange = ranged(self.exchange, call, "exchange")
-        # One rank's messages go nowhere.
-        return given, (own, *exchange(message, x.size(1), call, records))
-
-    def refusing(
-        self, run, arguments: tuple, x: torch.Tensor, call: Call | None, checked: bool = True
-    ):
-        """Calls run(*arguments), before an exchange. Its error is told to the others, or, where the
-        arguments are not checked, an argument that it refuses is Refused. call: as in begin()."""
-        try:
-            return run(*arguments)
-        except Exception as error:
-            raise self._failed(error, x, call, checked) from None
-
-    def _failed(
-        self, error: BaseException, x: torch.Tensor, call: Call | None, checked: bool
-    ) -> BaseException:
-        """Gives what to raise for an error of an operator before an exchange, of which the others
-        hear. Without a call it is the error as it is."""
-        if call is None or not (checked or lacks_memory(error)):
-            return error if checked else Refused()
-        error = explained(error, call, self.peers)
-        with without_modes():
-            self.reject(call, error, x=x)
-        return _told(error)
+        """Does what turn.refuse() says."""
 
 
-def _told(error: BaseException) -> BaseException:
-    """Marks an error for leave(): the others know it."""
-    error.told = True  # type: ignore[attr-defined]
-    return error
-
-
-def _total(messages: Sequence[torch.Tensor], lead: int) -> torch.Tensor:
-    """Makes one message for the process, which speaks in the header as one rank: the elements of
-    all inputs, the rest from the one that leads."""
-    total = messages[0].clone()
-    for message in messages[1:]:
-        total += message.to(total.device)
-    total[1:HEADER_WORDS] = messages[lead][1:HEADER_WORDS].to(total.device)
-    return total
-
-
-def with_places(message: torch.Tensor, peers: Peers, frame_words: int) -> torch.Tensor:
+def with_places(message: torch.Tensor, transport: Transport) -> torch.Tensor:
     """Makes a message with a place for the record of each rank, in which the others have zeros."""
-    record = message[HEADER_WORDS:]
+    record, peers = message[HEADER_WORDS:], transport.peers
+    if peers is None:  # the message has the one place
+        return message
     size = record.numel()
-    words = max(frame_words, HEADER_WORDS + peers.ranks * size)
+    words = max(transport.frame_words, HEADER_WORDS + peers.ranks * size)
     placed = message.new_zeros(words)
     placed[:HEADER_WORDS] = message[:HEADER_WORDS]
     placed[HEADER_WORDS + peers.rank * size :][:size] = record
@@ -208,16 +109,16 @@ class Alone(Transport):
     name = "none"
     way = ALONE
 
-    def exchange(self, message, channels, call, records=0):
-        return message, None
+    def exchange(self, turn, message, merged, channels, records=0):
+        return message if merged is None else merged, None
 
     def sum(self, x, tag, call):
         return x
 
-    def backward_of(self, word, merged, own, call):
+    def backward_of(self, word, merged, own, turn):
         return Backward(bool(own & WANTS_X), bool(own & WANTS_SUMS)) if own else _NO_BACKWARD
 
-    def reject(self, call, error, x=None, parameter=None):
+    def refuse(self, call, error, x=None, parameter=None):
         """Tells nobody: nobody waits for this rank."""
 
 
@@ -232,26 +133,29 @@ class InStream(Transport):
     peers: Peers
 
     def __init__(self, peers: Peers, device: torch.device) -> None:
-        self.peers, self.device = peers, device
+        self.peers, self.ranks, self.device = peers, peers.ranks, device
 
-    def exchange(self, message, channels, call, records=0):
+    def _add(self, message: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(message, group=callers.resolve(self.peers.cuda))
-        return message, None
+        return message
+
+    def exchange(self, turn, message, merged, channels, records=0):
+        turn.sent = True
+        return self._add(message if merged is None else merged), None
 
     def sum(self, x, tag, call):
         """Sums x and the tags in one message."""
         tags = [x.new_full((1,), t) for t in (tag, tag * tag)]  # of up to 2,048 ranks exact
-        total = torch.cat([x.flatten(), *tags])
-        self.exchange(total, 0, call)
+        total = self._add(torch.cat([x.flatten(), *tags]))
         tag_sum, squares = total[-2:].to(torch.int64)
         alike = self.peers.ranks * squares == tag_sum * tag_sum
         return torch.where(alike, total[:-2].view(x.shape), math.nan)
 
-    def backward_of(self, word, merged, own, call):
+    def backward_of(self, word, merged, own, turn):
         """Expects every rank that has a node: nobody looks at the header."""
         return Backward(True, True)
 
-    def reject(self, call, error, x=None, parameter=None):
+    def refuse(self, call, error, x=None, parameter=None):
         """Gives the others NaN, if the length of their messages can be known: their channels, and
         by x their dtype. Else, and where they are in sum(), they wait for NCCL's time limit."""
         if not isinstance(x, torch.Tensor) or x.dtype not in MESSAGE_WORDS:
@@ -266,7 +170,7 @@ class InStream(Transport):
             return
         options = call.options if call.direction == "forward" else None
         welford = options is not None and options.statistics == "welford"
-        words = message_words(channels, x.dtype, self.peers.ranks if welford else 0)
+        words = message_words(channels, x.dtype, self.ranks if welford else 0)
         message = torch.zeros(words, dtype=torch.int64, device=self.device)
-        message[3:4].fill_(1)  # ranks that refuse
-        self.exchange(message, channels, call)
+        message[HEADER_FLAGS : HEADER_FLAGS + 1].fill_(REJECTED)
+        self._add(message)

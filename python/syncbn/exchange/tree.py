@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from . import callers, groups, host
 from .call import Call, Peers, tag_of
+from .turn import refuse
 
 _WHO = "syncbn.Shares"
 
@@ -84,7 +85,7 @@ class Tree:
         """Tells the others in meet() that this process does not come."""
         if self.processes > 1:
             x = torch.empty(0, device=device)
-            host.reject(self._peers(), Call(f"{_WHO}.{what}"), error, x=x)
+            refuse(self._peers(), Call(f"{_WHO}.{what}"), error, x)
 
     def total(self, leaves: list[Tensor]) -> Tensor:
         """The sum over all shares; leaves: this process's, of shape (n,). Every process calls it.

@@ -167,7 +167,7 @@ class _Inputs:
             return
         name = self.engine.peers.group_name
         if not isinstance(error, DivergenceError) or error.group_name != name:
-            self.engine.within(5.0).reject(self.call, error)
+            self.engine.within(5.0).refuse(self.call, error)
 
     def share_statistics(self) -> None:
         """Brings what the layers of a group have recorded to its ranks that went out."""

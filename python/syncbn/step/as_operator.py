@@ -12,7 +12,7 @@ from ..exchange.callers import Sharing
 from ..operators import activation_mask_of, load_cuda, ops, saved_of
 from . import layer_state, training
 from .layer_state import Identity, LayerState
-from .options import Options, form_of
+from .options import Options
 
 #: The options that a graph holds: momentum and inplace are not the operators' concern.
 _OPTIONS = [name for name in Options._fields if name not in ("momentum", "inplace")]
@@ -59,15 +59,10 @@ def _training_step(x, weight, bias, residual, mask, takes_part, *layer):
     state, options = _layer(*layer)
     state.move(x.device)
     peers, needs = state.peers(options), (False,) * 4  # backward will tell
-    form = form_of(*options)
-    given = training.Given((None,) * 3, options, form, state, peers, takes_part)
-    try:
-        own = ((x,), weight, bias, (residual,), (mask,))
-        step, (y,), tensors = training.forward(given, needs, *own)
-    except BaseException as error:
-        training.leave(error, state, options, peers, x)
-        raise
-    *_, saved, activation_mask, _ = tensors
+    given = training.Given((None,) * 3, options, state, peers, takes_part)
+    with training.turn_of(state, options, peers, x, (residual, weight, bias)) as turn:
+        tensors = (x, weight, bias, residual, mask)
+        step, y, (*_, saved, activation_mask, _) = training.forward(turn, given, needs, *tensors)
     if activation_mask is None:
         activation_mask = x.new_empty((0,), dtype=torch.uint8)
     return y, saved, activation_mask, _words_of(step.backward)
@@ -118,10 +113,10 @@ def _training_step_backward(dy, x, weight, bias, saved, bits, mask, backward, *a
     bias_dtype, needs, *layer = arguments
     state, options = _layer(*layer)
     peers, awaited = state.peers(options), _backward_of(backward)
-    form, made = form_of(*options), (None, x.shape[1], x.dtype)
+    made, form = (None, x.shape[1], x.dtype), state.form(options)
     step = training.Step(state, options, form, peers, made, awaited, bias_dtype, tuple(needs))
     saved = (weight, bias, x, saved, bits if bits.numel() > 0 else None, mask)
-    dx, dweight, dbias, dresidual = training.backward(step, (dy,), *saved)
+    dx, dweight, dbias, dresidual = training.backward(step, dy, *saved)
     if dresidual is dy:  # an operator's output is a tensor of its own
         dresidual = dy.clone()
     return tuple(x.new_empty(0) if g is None else g for g in (dx, dweight, dbias, dresidual))
@@ -206,7 +201,7 @@ def training_step(
             handle, identity = state.handle, Identity("")
         else:
             identity = state
-        needs = training.needs_of((x,), weight, bias, (residual,))
+        needs = training.needs_of(x, weight, bias, residual)
         takes_part = training.takes_part(needs, options)
         return _TrainingStep.apply(*tensors, takes_part, handle, *_constants(identity, options))
     identity = state.identity if isinstance(state, LayerState) else state

@@ -1,28 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training step as PyTorch calls it: checked, in eager mode or in a graph."""
+"""The training step as PyTorch calls it: in eager mode, in a graph, of a tensor's class, in parts,
+or written down by a tracer."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad, profiler
-from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_variadic
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from ..exchange.call import Refused
 from ..operators import info_of, ops
 from . import as_operator, layer_state, masks, recomputation, surroundings
 from .layer_state import Identity, LayerState
-from .node import apply_step, tell
+from .node import apply_step
 from .options import (
     RUNNING,
     Options,
     check_arguments,
     check_counter,
     check_in_place,
-    check_like_input,
     check_options,
     check_plain,
-    form_of,
 )
 from .surroundings import (
     check_transforms,
@@ -32,33 +34,10 @@ from .surroundings import (
     refuse_tracing,
     tracer,
 )
+from .training import averaging, turn_of
 
-
-def _is_fake(x: object, parameter: Tensor | None) -> bool:
-    """Tells whether x has a shape and no values: a tensor of a mode that traces, or a meta tensor,
-    if the layer is on meta, too. parameter: of the layer, if it has any."""
-    if not isinstance(x, Tensor):
-        return False
-    if x.is_meta:
-        return parameter is None or parameter.is_meta
-    if isinstance(x, FakeTensor):
-        return True
-    if torch._C._len_torch_dispatch_stack() == 0:
-        return False
-    proxies = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)  # of make_fx
-    return proxies is not None or detect_fake_mode() is not None
-
-
-def _plain_step(x, running: tuple, weight, bias, residual, mask, options) -> Tensor:
-    """Makes the step of one rank in PyTorch's own operators, as nn.BatchNorm makes it."""
-    check_options(options)
-    mean, var, tracked = running
-    momentum = options.momentum
-    if tracked is not None:
-        tracked.add_(1)
-    if momentum is None:
-        momentum = 0.0 if tracked is None else 1.0 / float(tracked)
-    return masks.plain(x, mean, var, weight, bias, residual, mask, options, momentum, True)
+_takes_functions, _modes = torch._C._is_torch_function_enabled, torch._C._len_torch_dispatch_stack
+_tracing = torch._C._get_tracing_state
 
 
 def train_step(
@@ -81,29 +60,71 @@ def train_step(
     """
     running = (running_mean, running_var, num_batches_tracked)
     given = (x, running, weight, bias, residual, mask, options, state)
-    y = _usual(*given)
-    if y is not None:
-        return y
-    if torch._C._is_torch_function_enabled():
-        return _recorded_step(*given)
-    # Inside that of a tensor's class, whose range of a profile is there already.
-    if not options.writes_over_input:  # an alias would be a view
-        x = plain(x)
-    running = (plain(running_mean), plain(running_var), num_batches_tracked)
-    weight, bias, residual, mask = map(plain, (weight, bias, residual, mask))
-    y = _step(x, running, weight, bias, residual, mask, options, state)
-    return y.clone() if torch.compiler.is_compiling() else y
+    return _plan_of(*given)(*given)
 
 
-@recorded(lambda *arguments: arguments[-1].name)
-def _recorded_step(x, running, weight, bias, residual, mask, options, state) -> Tensor:
-    """Makes the step in a profile; classes with a __torch_function__ see it as one call."""
-    if has_torch_function_variadic(x, *running, weight, bias, residual, mask):
-        running = *running[:2], plain(running[2])
+def _plan_of(x, running, weight, bias, residual, mask, options, state) -> Callable[..., Tensor]:
+    """Decides, once, how the step is made."""
+    if torch.compiler.is_compiling():
+        if not _takes_functions():
+            return _inside_a_class
+        return _by_class if _has_class(x, running, weight, bias, residual, mask) else _in_graph
+    if (
+        type(x) is Tensor
+        and type(state) is LayerState
+        and (x.is_cpu or x.is_cuda)
+        and not profiler._is_profiler_enabled
+        and _takes_functions()
+        and _modes() == 0
+        and _tracing() is None
+        and not in_transform()
+        and forward_ad._current_level < 0
+        and not has_torch_function_variadic(*running, weight, bias, residual, mask)
+    ):
+        return _quick if recomputation.around() is None else _eager
+    if not _takes_functions():
+        return _inside_a_class
+    if _has_class(x, running, weight, bias, residual, mask):
+        return _by_class
+    return _way_of(x, running, weight, bias, residual, mask, options, state)
+
+
+def _has_class(x, running, weight, bias, residual, mask) -> bool:
+    """Tells whether a class with a __torch_function__ is to see the step as one call. The number of
+    batches is taken as it is."""
+    return has_torch_function_variadic(x, *running[:2], weight, bias, residual, mask)
+
+
+def _way_of(x, running, weight, bias, residual, mask, options, state) -> Callable[..., Tensor]:
+    """Decides for tensors that are taken as they are."""
+    if surroundings.has_dtensor((x, weight, bias, residual, mask, *running)):
+        return _of_parts
+    parameter = next((t for t in (*running[:2], weight, bias) if isinstance(t, Tensor)), None)
+    if torch.compiler.is_compiling() or _is_fake(x, parameter):
+        return _in_graph
+    return _eager if tracer() is None else _in_operators
+
+
+def _is_fake(x: object, parameter: Tensor | None) -> bool:
+    """Tells whether x has a shape and no values: a tensor of a mode that traces, or a meta tensor,
+    if the layer is on meta, too. parameter: of the layer, if it has any."""
+    if not isinstance(x, Tensor):
+        return False
+    if x.is_meta:
+        return parameter is None or parameter.is_meta
+    if isinstance(x, FakeTensor):
+        return True
+    if _modes() == 0:
+        return False
+    proxies = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)  # of make_fx
+    return proxies is not None or detect_fake_mode() is not None
+
+
+def _by_class(x, running, weight, bias, residual, mask, options, state) -> Tensor:
+    """Has the classes of tensors make the step as one call."""
+    running = *running[:2], plain(running[2])
     named = {"weight": weight, "bias": bias, "residual": residual, "mask": mask}
     relevant = tuple(t for t in (x, *running[:2], *named.values()) if t is not None)
-    if not has_torch_function(relevant):
-        return _step(x, running, weight, bias, residual, mask, options, state)
     others = {"options": options, "state": state, "num_batches_tracked": running[2]}
     try:  # by position and by name as F.batch_norm has them
         return handle_torch_function(train_step, relevant, x, *running[:2], **named, **others)
@@ -112,136 +133,153 @@ def _recorded_step(x, running, weight, bias, residual, mask, options, state) -> 
         if str(error).startswith(f"no implementation found for '{__name__}.train_step'"):
             live = layer_state.named(state)
             with torch._C.DisableTorchFunctionSubclass():
-                tell(error, live, x, weight, options)
+                with turn_of(live, options, live.peers(options), x, parameter=weight):
+                    raise
         raise
 
 
-_takes_functions, _modes = torch._C._is_torch_function_enabled, torch._C._len_torch_dispatch_stack
-_tracing = torch._C._get_tracing_state
+def _inside_a_class(x, running, weight, bias, residual, mask, options, state) -> Tensor:
+    """Makes the step inside the __torch_function__ of a tensor's class."""
+    if not options.writes_over_input:  # an alias would be a view
+        x = plain(x)
+    running = (plain(running[0]), plain(running[1]), running[2])
+    weight, bias, residual, mask = map(plain, (weight, bias, residual, mask))
+    given = (x, running, weight, bias, residual, mask, options, state)
+    y = _way_of(*given)(*given)
+    return y.clone() if torch.compiler.is_compiling() else y
 
 
-def _usual(x, running: tuple, weight, bias, residual, mask, options, state) -> Tensor | None:
-    """Makes the usual step: of a batch in plain eager mode, in no checkpointed segment, whose
-    arguments the operators alone check. None, and nothing has happened, where it is another one, or
-    they refuse: the checks of _step() have the words."""
-    if (
-        torch.compiler.is_compiling()
-        or type(x) is not Tensor
-        or type(state) is not LayerState
-        or not (x.is_cpu or x.is_cuda)
-        or recomputation.around() is not None
-        or profiler._is_profiler_enabled
-        or not _takes_functions()
-        or _modes() > 0
-        or _tracing() is not None
-        or in_transform()
-        or forward_ad._current_level >= 0
-        or has_torch_function_variadic(*running, weight, bias, residual, mask)
+def _quick(x, running, weight, bias, residual, mask, options, state) -> Tensor:
+    """Makes the usual step in eager mode, whose arguments the operators alone check. What they
+    refuse gets the words of _check()."""
+    batches = running[2]
+    if not (
+        type(weight) in _PLAIN
+        and type(bias) in _PLAIN
+        and (batches is None or (type(batches) is Tensor and batches.dtype is torch.int64))
+        and (x.is_cpu if state.call is None else state.call.device == x.device)
+        and (residual is None or _is_like(residual, x))
+        and (mask is None or (type(mask) is Tensor and _is_there(mask) and mask.is_contiguous()))
+        and not (options.inplace or x.is_neg())
+        and not (weight is not None and weight.is_neg() or bias is not None and bias.is_neg())
     ):
-        return None
-    try:
-        in_place = form_of(*options).in_place
-        if residual is not None:
-            check_like_input("residual", residual, x)
-    except (TypeError, ValueError):
-        return None
-    tracked = running[2]
-    counts = tracked is None or (type(tracked) is Tensor and tracked.dtype is torch.int64)
-    if in_place or not counts or (state.call is not None and state.call.device != x.device):
-        return None
-    peers = state.peers(options)
-    if peers is not None and peers.group_name != state.group:
-        return None  # paths are compared after the checks
-    given = running, options, state, peers, None, False
-    try:
-        return apply_step((x,), weight, bias, (residual,), (mask,), *given)
-    except Refused:
-        return None
+        return _eager(x, running, weight, bias, residual, mask, options, state)
+    peers, tensors = state.peers(options), (x, running, weight, bias, residual, mask)
+    words = partial(_check, *tensors, options, peers is None)
+    parts, parameter = (residual, weight, bias), running[0] if weight is None else weight
+    with turn_of(state, options, peers, x, parts, words, parameter) as turn:
+        return apply_step(turn, x, weight, bias, residual, mask, running, options, state)
 
 
-def _step(x, running: tuple, weight, bias, residual, mask, options, state) -> Tensor:
-    if surroundings.has_dtensor((x, weight, bias, residual, mask, *running)):
-        return _of_parts(x, running, weight, bias, residual, mask, options, state)
-    running_mean, running_var, tracked = running
-    parameter = next((t for t in (running_mean, weight, bias) if isinstance(t, Tensor)), None)
-    traced = torch.compiler.is_compiling() or _is_fake(x, parameter)
-    live: LayerState | None = None  # a graph finds the state when it runs
-    if not traced:
-        state = live = layer_state.named(state)
-    differentiable = (("input", x), ("weight", weight), ("bias", bias), ("residual", residual))
-    check_transforms(state, differentiable)
-    if tracer() is not None:
-        refuse_tracing(state, state.sharing if options.sync else None)
-        return _plain_step(x, running, weight, bias, residual, mask, options)
-    # A compiler plans memory by itself, and cannot trace this.
-    inplace = options.writes_over_input and not traced
-    peers = segment = None
-    if live is not None:
-        peers = live.peers(options)
-        segment = recomputation.segment(live, options, residual is not None, x, mask)
-    again = segment is not None and segment.kept is not None
-    try:
-        check_options(options)
-        if not traced:
-            check_plain(
-                peers is None, **dict(differentiable), mask=mask, **dict(zip(RUNNING, running))
-            )
-        check_arguments(x, running_mean, running_var, weight, bias, residual, traced)
-        check_counter(options.momentum, running_mean, running_var, tracked, traced)
-        if inplace:
+#: Classes of parameters whose operators nobody else sees.
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+
+
+def _is_there(tensor: Tensor) -> bool:
+    """Tells whether its entries lie in memory as they are."""
+    return tensor.layout is torch.strided and not tensor.is_neg()
+
+
+def _is_like(residual: Any, x: Tensor) -> bool:
+    return (
+        type(residual) is Tensor
+        and _is_there(residual)
+        and residual.shape == x.shape
+        and residual.dtype is x.dtype
+        and residual.device == x.device
+    )
+
+
+@recorded(lambda *arguments: arguments[-1].name)
+def _eager(x, running, weight, bias, residual, mask, options, state) -> Tensor:
+    """Makes the step of any eager call, after the checks of its arguments."""
+    live = layer_state.named(state)
+    _check_transforms(x, weight, bias, residual, live)
+    peers = live.peers(options)
+    segment = recomputation.segment(live, options, residual is not None, x, mask)
+    if segment is not None and segment.kept is not None:
+        peers = None  # the others are elsewhere
+    parts, parameter = (residual, weight, bias), running[0] if weight is None else weight
+    with turn_of(live, options, peers, x, parts, parameter=parameter) as turn:
+        _check(x, running, weight, bias, residual, mask, options, peers is None)
+        if options.writes_over_input:
             check_in_place(x, weight, bias, residual, options.negative_slope)
             if segment is not None:
                 segment.check_in_place(x)
-        if mask is not None:
-            masks.check_mask(mask, x)
-            if options.writes_over_input:
-                raise ValueError("mask: got one with inplace=True, expected None")
-        if live is not None:
-            live.move(x.device)
-    except Exception as error:
-        if live is not None and not again:
-            tell(error, live, x, parameter, options)
-        raise
+        live.move(x.device)
+        tensors = [
+            t if t is None or not t.is_neg() else t.resolve_neg()
+            for t in (x, weight, bias, residual, None if mask is None else mask.contiguous())
+        ]
+        return apply_step(turn, *tensors, running, options, live, segment)
+
+
+def _check_transforms(x, weight, bias, residual, state) -> None:
+    named = ("input", x), ("weight", weight), ("bias", bias), ("residual", residual)
+    check_transforms(state, named)
+
+
+def _check(x, running, weight, bias, residual, mask, options, alone: bool | None = None) -> None:
+    """Raises an error that names the argument, what was given and what is allowed. alone: there is
+    one rank; None: tensors may have no values."""
+    traced = alone is None
+    check_options(options)
+    if not traced:
+        given = {"input": x, "weight": weight, "bias": bias, "residual": residual, "mask": mask}
+        check_plain(alone, **given, **dict(zip(RUNNING, running)))
+    check_arguments(x, *running[:2], weight, bias, residual, traced)
+    check_counter(options.momentum, *running, traced)
     if mask is not None:
-        mask = mask.contiguous()
-    if not traced and any(t is not None and t.is_neg() for t in (x, weight, bias, residual, mask)):
-        # An operator that writes to some arguments takes none with the negative bit.
-        x, weight, bias, residual, mask = (
-            None if t is None else t.resolve_neg() for t in (x, weight, bias, residual, mask)
-        )
-    tensors = (x, weight, bias, residual, mask)
-    if live is None:
-        y, saved = as_operator.training_step(*tensors, options, state)
-        _update(running, saved, options.momentum)
-        return y
-    given = running, options, live, peers, segment
-    return apply_step((x,), weight, bias, (residual,), (mask,), *given)
+        masks.check_mask(mask, x)
+        if options.writes_over_input:
+            raise ValueError("mask: got one with inplace=True, expected None")
 
 
-def _of_parts(x, running, weight, bias, residual, mask, options, state) -> Tensor:
-    """Does what train_step() does, where some of the tensors are DTensors."""
-    live = layer_state.named(state)
-    samples = {"input": x, "residual": residual, "mask": mask}
-    shared = {"weight": weight, "bias": bias, **dict(zip(RUNNING, running))}
-    try:
-        peers, shares = live.peers(options), options.affine_grad == "share"
-        given = surroundings.parts(samples, shared, peers, shares)
-    except ValueError as error:
-        tell(error, live, None, None, options)
-        raise
-    own, w, b, z, m = (given[n] for n in ("input", "weight", "bias", "residual", "mask"))
-    running = tuple(given[name] for name in RUNNING)
-    return surroundings.as_dtensor(_step(own, running, w, b, z, m, options, state), x)
+def _in_graph(x, running, weight, bias, residual, mask, options, state) -> Tensor:
+    """Makes the step as one operator of a graph, which finds the layer's state when it runs."""
+    _check_transforms(x, weight, bias, residual, state)
+    _check(x, running, weight, bias, residual, mask, options)
+    mask = None if mask is None else mask.contiguous()
+    y, saved = as_operator.training_step(x, weight, bias, residual, mask, options, state)
+    _update(running, saved, options)
+    return y
 
 
-def _update(running: tuple, saved: Tensor, momentum: float | None) -> None:
+def _update(running: tuple, saved: Tensor, options: Options) -> None:
     """Updates the running statistics of a step in a graph."""
     *averages, tracked = running
     averaged = tracked is not None and tracked.is_floating_point()
-    if averaged and momentum is None:
-        momentum = ops.cumulative_factor(tracked.item())
+    momentum = averaging(options, tracked).momentum if averaged else options.momentum
     counter = None if averaged else tracked
     if any(t is not None for t in (*averages, counter)):
-        ops.update_running_statistics(*averages, counter, None, saved, momentum)
+        ops.update_running_statistics(*averages, counter, saved, momentum)
     if averaged:
         tracked.add_(info_of(saved)[0] > 0)
+
+
+def _in_operators(x, running, weight, bias, residual, mask, options, state) -> Tensor:
+    """Makes the step of one rank in PyTorch's own operators, as nn.BatchNorm makes it."""
+    live = layer_state.named(state)
+    _check_transforms(x, weight, bias, residual, live)
+    refuse_tracing(live, live.sharing if options.sync else None)
+    check_options(options)
+    mean, var, tracked = running
+    momentum = options.momentum
+    if tracked is not None:
+        tracked.add_(1)
+    if momentum is None:
+        momentum = 0.0 if tracked is None else 1.0 / float(tracked)
+    return masks.plain(x, mean, var, weight, bias, residual, mask, options, momentum, True)
+
+
+def _of_parts(x, running, weight, bias, residual, mask, options, state) -> Tensor:
+    """Makes the step where some of the tensors are DTensors, of this rank's parts."""
+    live = layer_state.named(state)
+    samples = {"input": x, "residual": residual, "mask": mask}
+    shared = {"weight": weight, "bias": bias, **dict(zip(RUNNING, running))}
+    peers, shares = live.peers(options), options.affine_grad == "share"
+    with turn_of(live, options, peers, None):
+        given = surroundings.parts(samples, shared, peers, shares)
+    own, w, b, z, m = (given[n] for n in ("input", "weight", "bias", "residual", "mask"))
+    parts: Any = (own, tuple(given[name] for name in RUNNING), w, b, z, m, options, state)
+    return surroundings.as_dtensor(_way_of(*parts)(*parts), x)

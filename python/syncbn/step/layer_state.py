@@ -13,7 +13,7 @@ import gc
 import itertools
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from ..exchange.agreement import OnHost
 from ..exchange.call import Call, Peers, tag_of
 from ..exchange.callers import Sharing
 from ..operators import FRAME_WORDS, HEADER_WORDS, without_modes
-from .options import Options, is_strided
+from .options import Form, Options, check_options, form_of, is_strided
 
 _WORLD = Sharing()
 #: The name of a layer that was made directly.
@@ -51,11 +51,11 @@ class Identity(NamedTuple):
     counted: bool = True
 
 
-def _number(value: int) -> Tensor:
-    """Makes an int64 [1] on the CPU, which is real, whatever mode makes tensors fake, meta or of
+def _numbers(*values: int) -> Tensor:
+    """Makes integers on the CPU, which is real, whatever mode makes tensors fake, meta or of
     inference."""
     with without_modes(), torch.inference_mode(False):
-        return torch.tensor([value], dtype=torch.int64, device="cpu")
+        return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
 class LayerState:
@@ -63,10 +63,11 @@ class LayerState:
 
     name: the path, and what tells the layer apart from that which it is a deepcopy of: an averaged
     copy of a model has the model's paths.
-    call: int64 [1], which call of the layer is next; all ranks must be at the same one. count:
-    int64 [1], elements per channel over all ranks in the last call; -1 where ranks disagreed on
-    CUDA. Both lie where the layer was last called; None for a function, which has no calls of its
-    own. handle: int64 [1] on the CPU, the id by which operators of compiled graphs find the state.
+    counters: int64 [2], whose entries are call and count. They lie where the layer was last called,
+    and are None for a function, which has no calls of its own. call: which call of the layer is
+    next; all ranks must be at the same one. count: elements per channel over all ranks in the last
+    call; -1 where ranks disagreed on CUDA. handle: int64 [1] on the CPU, the id by which operators
+    of compiled graphs find the state.
     number: what stands for the layer in the fingerprint, 32 bits; agreed on in each group where
     compares is true.
     """
@@ -81,17 +82,18 @@ class LayerState:
         #: is then where it was found, if a module holds it
         self.sought = False
         self.sharing = sharing
-        self.call: Tensor | Any = _number(0) if counted else None
-        self.count: Tensor | Any = _number(0) if counted else None
+        self._count_in(_numbers(0, 0) if counted else None)
         self.had_list = False  # of inputs, in the last call
         self.evaded = False  # by a training call of PyTorch's forward
         self.compares = compares
         self.number = zlib.crc32(name.encode())
+        self.options: Options | None = None  # of the last call
+        self._formed: tuple[Options, int, Form] | None = None
         self.numbers: dict[str, int] = {}  # by group
         self.group = ""  # to which number belongs
         self.record: Note | None = None  # while syncbn.record runs
         self.made = next(_ids)
-        self.handle = _number(self.made)
+        self.handle = _numbers(self.made)
         _states[self.made] = self
 
     def __reduce__(self) -> tuple:
@@ -143,7 +145,24 @@ class LayerState:
             return
         self.refuse_capture(device.type == "cuda", f"call on {device}")
         with without_modes(), torch.inference_mode(False):
-            self.call, self.count = self.call.to(device), self.count.to(device)
+            self._count_in(self.counters.to(device))
+
+    def _count_in(self, counters: Tensor | Any) -> None:
+        self.counters = counters
+        with without_modes(), torch.inference_mode(False):
+            self.call, self.count = (None, None) if counters is None else counters.split(1)
+
+    def form(self, options: Options) -> Form:
+        """Gives the form of a step with these options, which are checked."""
+        formed = self._formed
+        if formed is None or formed[0] is not options or formed[1] != self.number:
+            try:
+                form = form_of(self.number, *options)
+            except TypeError:  # what cannot be hashed is no option
+                check_options(options)
+                raise
+            self._formed = formed = options, self.number, form
+        return formed[2]
 
     def refuse_capture(self, on_cuda: bool, first: str) -> None:
         """Refuses what cannot be done while a CUDA graph is captured."""
@@ -153,14 +172,25 @@ class LayerState:
                 "eager training step before the capture"
             )
 
-    def call_of(self, x: object, options: Options, given: int | None = None) -> Call:
-        """Gives the next call with that input, as errors name it. given: as Call has it."""
+    def reached(self, peers: Peers | None) -> Peers | None:
+        """Gives the peers as a rank reaches them that refuses its input: as long as they may be
+        comparing paths, over the host."""
+        if peers is None or not self.compares or peers.group_name in self.numbers:
+            return peers
+        self.find_path()  # for the error's text
+        return peers._replace(cuda="")
+
+    def call_of(self, x: object, options: Options, parts: Sequence[object] | None = None) -> Call:
+        """Gives the next call with that input, as errors name it. parts: the residual, the weight
+        and the bias; None: nobody compares whether they are there."""
         # A counter on a GPU is not read, that would wait for the device.
         known = self.call is not None and self.call.is_cpu
         number: Any = self.call.item() if known else None
-        channels = dtype = None
+        channels = dtype = given = None
         if is_strided(x):  # else it is refused
             channels, dtype = x.size(1) if x.dim() > 1 else None, x.dtype
+        if parts is not None:
+            given = sum((part is not None) << bit for bit, part in enumerate(parts))
         return Call(self.name, number, "forward", channels, dtype, options, given)
 
 
@@ -267,15 +297,6 @@ def compare(state: LayerState, engine: OnHost, x: torch.Tensor, options: Options
             state.numbers[group] = _agreed(state, engine, x, options)
         state.number = state.numbers[group]
     state.group = group
-
-
-def way(state: LayerState, peers: Peers | None) -> Peers | None:
-    """Gives the peers as a rank reaches them that refuses its input: as long as they may be
-    comparing paths, over the host."""
-    if peers is None or not state.compares or peers.group_name in state.numbers:
-        return peers
-    state.find_path()  # for the error's text
-    return peers._replace(cuda="")
 
 
 def _agreed(state: LayerState, engine: OnHost, x: torch.Tensor, options: Options) -> int:

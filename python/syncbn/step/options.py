@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..exchange.call import tag_of
-from ..operators import DTYPES, load_cuda, ops
+from ..operators import DTYPES, load_cuda, ops, without_modes
 
 AffineGrad = Literal["share", "global"]
 Statistics = Literal["reproducible", "welford"]  # in the order of the core's Statistics
@@ -193,28 +193,37 @@ def check_options(options: Options) -> None:
 
 
 class Form(NamedTuple):
-    """What a step takes of its options. kind, mode: the core's numbers of the activation and of the
-    statistics. in_place: y lies over x. shares: gradients of parameters are this rank's shares.
-    tag: of what ranks must have in common besides numbers."""
+    """What a step takes of its options. acts: it ends with an activation. gathers: statistics are
+    merged from records. in_place: y lies over x. shares: gradients of parameters are this rank's
+    shares. constants: what the operators take of them."""
 
-    kind: int
-    mode: int
+    acts: bool
+    gathers: bool
     in_place: bool
     shares: bool
-    tag: int
+    constants: Tensor
 
 
 @functools.lru_cache(maxsize=1024, typed=True)
-def form_of(*options: Any) -> Form:
-    """Gives the form of a step with these Options, which it checks."""
+def form_of(number: int, *options: Any) -> Form:
+    """Gives the form of a step of the layer of that number with these Options, which it checks."""
     own = Options(*options)
     check_options(own)
-    mode, shares = STATISTICS.index(own.statistics), own.affine_grad == "share"
     # Without numbers: the core compares their bits, which modes of the process change here.
     common = [(k, v) for k, v in own.shared().items() if not is_number(v)]
-    return Form(
-        activation_of(own.activation).number, mode, own.writes_over_input, shares, tag_of(*common)
-    )
+    activation, mode = activation_of(own.activation), STATISTICS.index(own.statistics)
+    with without_modes(), torch.inference_mode(False):
+        constants = ops.form(
+            layer=number ^ tag_of(*common),
+            eps=own.eps,
+            momentum=own.momentum,
+            activation=activation.number,
+            negative_slope=own.negative_slope,
+            statistics=mode,
+            in_place=own.writes_over_input,
+        )
+    shares = own.affine_grad == "share"
+    return Form(activation.number > 0, mode > 0, own.writes_over_input, shares, constants)
 
 
 #: Largest error of a recovered input, in standard deviations, at one deviation from the mean.

@@ -8,6 +8,7 @@ activation, S the sum over the samples of all ranks, N their number, and xc = x 
 dweight = rstd * sum(u * xc) and dbias = sum(u), over this rank's samples or all ranks'."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from ..exchange.call import Call, Peers, tag_of
 from ..exchange.host import transport_of
-from ..operators import OWN, info_of, ops
-from .options import activation_of
+from ..exchange.turn import Turn
+from ..operators import OWN, WANTS_U, info_of, ops
+from .options import activation_of, form_of
 from .surroundings import check_not_batched, recorded
 
 _DIRECTION = "second backward"
@@ -123,19 +125,19 @@ def _gradients(step, dy, x, weight, mean, rstd, count, positive, counting):
     return dx, dcentered * rstd, dbias, u
 
 
-def _check_kept(dy: Tensor, x: Tensor, weight: Tensor | None, saved: Tensor) -> None:
+def _check_kept(dy: Tensor, x: Tensor, weight: Tensor | None, saved: Tensor, call: Call) -> None:
     channels = (saved.numel() - 2) // 3
     for name, tensor, shape in (("input", x, dy.shape), ("weight", weight, (channels,))):
         if tensor is not None and tensor.shape != shape:
             raise ValueError(
-                f"{name}: got shape {tuple(tensor.shape)}, expected {tuple(shape)} still"
+                f"{call}: {name}: got shape {tuple(tensor.shape)}, expected {tuple(shape)} still"
             )
 
 
 class _Differentiable(torch.autograd.Function):
     """What `gradient` gives, for a backward that builds a graph.
 
-    step: the training step; gradient(step, (dy,), *saved) gives the gradients of x, weight, bias
+    step: the training step; gradient(step, dy, *saved) gives the gradients of x, weight, bias
     and residual.
     """
 
@@ -143,7 +145,7 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx, step, gradient, dy, *saved):
         ctx.save_for_backward(dy, *saved)
         ctx.step = step
-        return gradient(step, (dy,), *saved)
+        return gradient(step, dy, *saved)
 
     @staticmethod
     @recorded(lambda ctx, *_: ctx.step.state.name, " second backward")
@@ -153,17 +155,21 @@ class _Differentiable(torch.autograd.Function):
         step, again = ctx.step, torch.is_grad_enabled()
         # What was replaced since the first derivative is told before anything is exchanged.
         now = (dy, x, weight, saved)
-        call = step.call(_DIRECTION)
-        transport_of(step.peers, x.device).refusing(_check_kept, now, x, call)
+        turn = Turn(step.peers, partial(step.call, _DIRECTION), x, step.state)
+        with turn:
+            _check_kept(*now, turn.call)
+        call = turn.call
         given = [c for c in cotangents if c is not None]
         for cotangent in given:
             check_not_batched(call, cotangent)
         positive = None
         if step.options.activation != "none":
             with torch.no_grad():  # the gradient of ones with slope 0, by the very bits of forward
-                through = (weight, bias, activation_mask, mask, step.form.kind, 0.0)
-                ones, none = torch.ones_like(x), (None, None, False)
-                kept = ops.backward_begin(ones, x, saved, *through, True, *none, OWN, 0)[3]
+                none = step.options._replace(negative_slope=0.0, inplace=False)
+                constants = form_of(0, *none).constants
+                ones = torch.ones_like(x)
+                through = (ones, x, saved, weight, bias, activation_mask, mask, constants)
+                kept = ops.backward_begin(*through, WANTS_U, None, None, OWN)[3]
                 positive = kept != 0
         with torch.enable_grad():
             # Aliases, so that a dy which depends on x is not differentiated through. All of them
@@ -191,7 +197,7 @@ class _Differentiable(torch.autograd.Function):
 
 
 def differentiable(step, gradient: Callable, dy: Tensor, *saved: Any) -> tuple:
-    """Gives what gradient(step, (dy,), *saved) gives, with a graph behind it."""
+    """Gives what gradient(step, dy, *saved) gives, with a graph behind it."""
     check_not_batched(step.call("backward"), dy)
     return _Differentiable.apply(step, gradient, dy, *saved)
 

@@ -193,5 +193,5 @@ def test_evaluation_exact(dtype):
     tensors = [to_tensor(t, "float32") for t in (mean, var, weight, bias)]
     for level in available_levels():
         assert ops.cpu_instruction_set(level) == level
-        y, _ = ops.evaluate(to_tensor(x, dtype), *tensors, 1e-3)
+        y, _ = ops.evaluate(to_tensor(x, dtype), *tensors, eps=1e-3)
         assert_same_bits(y, expected, level)

@@ -243,7 +243,7 @@ class CountCollectives(TorchDispatchMode):
         self.names = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        begins = func._opname in ("forward_begin", "backward_begin") and args[-2] >= 0
+        begins = func._opname in ("forward_begin", "backward_begin") and args[-1] >= 0
         if begins or func._opname == "shm_sum":
             self.names.append("all_reduce")
         if func.namespace in ("_c10d_functional", "c10d") and "wait" not in func._opname:

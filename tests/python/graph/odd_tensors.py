@@ -10,7 +10,7 @@ import torch
 
 import syncbn.ops  # noqa: F401  its operators
 from rank import Rank
-from syncbn.operators import ALONE, IN_PLACE, MESSAGE, OWN, ops
+from syncbn.operators import ALONE, FRAMED, MESSAGE, OWN, WANTS_SHARE, WANTS_U, ops
 
 C = 4
 X = torch.linspace(-2, 3, 60).sin().view(5, C, 3)
@@ -107,12 +107,12 @@ def _group() -> int:
 def calls(handle: int) -> dict:
     """Good arguments of every operator, new ones at each call: {name: arguments}. A second word of
     a name is how far it goes."""
-    x, call, count = X.clone(), *torch.zeros(2, 1, dtype=torch.int64)
+    x, counters = X.clone(), torch.zeros(2, dtype=torch.int64)
     weight, bias, residual = torch.ones(C), torch.zeros(C), X.clone()
     mask = torch.ones(5, 3, dtype=torch.bool)
     running = (torch.zeros(C), torch.ones(C), torch.zeros(1, dtype=torch.int64))
     tensors = (x, weight, bias, residual, mask)
-    options = {"kind": 1, "slope": 0.5, "call": call, "running": running, "momentum": 0.1}
+    options = {"kind": 1, "slope": 0.5, "counters": counters, "running": running, "momentum": 0.1}
     rank = Rank(*tensors, **options)
     message = rank.begin()
     y, saved, bits = rank.finish(message).clone(), rank.saved, rank.bits
@@ -120,8 +120,12 @@ def calls(handle: int) -> dict:
     sums = rank.begin_backward(y, False, dtypes, True)
     gathering = Rank(*tensors, **options, statistics=1)
     record = gathering.begin()
-    given = (*rank.given[:-1], count)
-    begin, back = (*given, 0, *rank.numbers, 0), (*rank.backward, True, *dtypes, True)
+    in_place = Rank(*tensors, **options, in_place=True)
+    begin, back = (
+        lambda r, way: (*tensors, *r.running, r.form, 0, way),
+        lambda way: (y, *rank.through, WANTS_U | WANTS_SHARE, *dtypes, way),
+    )
+    finish = (*tensors, rank.y, saved, bits, rank.running)
     forked = (x, torch.zeros(C), torch.ones(C), weight, bias, torch.tensor([2]))
     *_, forked_saved = ops.batch_norm(*forked, False, False, EPS, 0.9, "odd", None)
     layer = ("odd", None, 5.0, "auto", False, False, EPS, "share", "relu", 0.5, "reproducible")
@@ -129,25 +133,23 @@ def calls(handle: int) -> dict:
     opening = ops.shm_offer(offer, 0, 1)
     return {
         "header": (message, 1),
-        "forward_begin alone": (*begin, ALONE, 0),
-        "forward_begin message": (*begin, MESSAGE, 8),
-        "forward_begin in place": (*begin, IN_PLACE, 8),
-        "forward_begin record": (*given, 0, *gathering.numbers, 0, MESSAGE, 0),
-        "forward_begin group": (*begin, handle, 1),
-        "forward_finish": (*given, rank.y, saved, bits, message, None, *rank.numbers, 1),
-        "forward_finish record": (
-            *(*given, rank.y, saved, bits, record[:8].clone(), record[8:].clone()),
-            *(*gathering.numbers, 1),
-        ),
-        "backward_begin alone": (*back, ALONE, 0),
-        "backward_begin message": (*back, MESSAGE, 8),
-        "backward_begin own": (*back, OWN, 8),
-        "backward_begin group": (*back, handle, 1),
-        "backward_finish": (*rank.backward, *rank.outputs, sums, None, 1),
-        "backward_finish constants": (*rank.backward, *rank.outputs, None, None, 1),
-        "recover_input": (y, saved, weight, bias, 0.5),
-        "update_running_statistics": (*running, call, saved, 0.1),
-        "evaluate": (x, *running[:2], weight, bias, EPS),
+        "forward_begin alone": begin(rank, ALONE),
+        "forward_begin message": begin(rank, MESSAGE),
+        "forward_begin framed": begin(rank, FRAMED),
+        "forward_begin in place": begin(in_place, MESSAGE),
+        "forward_begin record": begin(gathering, MESSAGE),
+        "forward_begin group": begin(rank, handle),
+        "forward_finish": (*finish, [message, None], rank.form, 1),
+        "forward_finish record": (*finish, [record, None], gathering.form, 1),
+        "backward_begin alone": back(ALONE),
+        "backward_begin message": back(MESSAGE),
+        "backward_begin own": back(OWN),
+        "backward_begin group": back(handle),
+        "backward_finish": rank.backward(sums),
+        "backward_finish constants": rank.backward(None),
+        "recover_input": (y, saved, weight, bias, rank.form),
+        "update_running_statistics": (*running, saved, 0.1),
+        "evaluate": (x, *running[:2], weight, bias),
         "batch_norm": (*forked, False, False, EPS, 0.9, "odd", None),
         "batch_norm_backward": (
             *(y, x, weight, forked_saved, False, True, *dtypes, EPS, 0.9, "odd", None),
@@ -163,9 +165,12 @@ def calls(handle: int) -> dict:
     }
 
 
+#: Options by name.
+OPTIONS = {"evaluate": {"eps": EPS}}
 #: Without a tensor.
 OTHERS = {
     *("shm_leave", "shm_set", "shm_wait", "cpu_instruction_set", "cumulative_factor"),
+    *("constants", "form"),
 }
 
 
@@ -177,7 +182,7 @@ def odd(value, draw: random.Random):
             return ODD[name](value), name
         except Exception:  # no such tensor of this shape and dtype
             return value, "good"
-    if isinstance(value, list) and isinstance(value[0], torch.Tensor):
+    if isinstance(value, (list, tuple)) and isinstance(value[0], torch.Tensor):
         at = draw.randrange(len(value))
         other, name = odd(value[at], draw)
         return [*value[:at], *(() if other is None else (other,)), *value[at + 1 :]], name
@@ -211,7 +216,7 @@ def run(number: int, seed: int, say=None) -> dict:
             say(f"{name} {kinds}")
         count = counts.setdefault(name, [0, 0])
         try:
-            getattr(ops, name.split()[0])(*arguments)
+            getattr(ops, name.split()[0])(*arguments, **OPTIONS.get(name, {}))
             count[0] += 1
         except Exception as error:
             count[1] += 1

@@ -156,6 +156,7 @@ def test_refused_arguments():
 
 def test_every_level_recovers_the_same_signs_exact():
     """The mask of recover_input is y > 0 on every vector code; x' differs in no bit either."""
+    from rank import Rank
     from support import available_levels
 
     before = ops.cpu_instruction_set()
@@ -163,13 +164,14 @@ def test_every_level_recovers_the_same_signs_exact():
     y[0, :, 0] = 0.0
     saved = torch.cat([torch.randn(2 * 37), torch.rand(37) + 0.5, torch.zeros(2)]).double()
     weight, bias = torch.rand(37) + 0.5, torch.randn(37)
+    form = Rank(y, kind=2, slope=SLOPE).form
     try:
         for layout in ("contiguous", "channels-last"):
             results = []
             for level in available_levels():
                 assert ops.cpu_instruction_set(level) == level
                 tensor = layouts_of(y)[layout]
-                results.append(ops.recover_input(tensor, saved, weight, bias, SLOPE))
+                results.append(ops.recover_input(tensor, saved, weight, bias, form))
             for x, mask in results[1:]:
                 assert torch.equal(x, results[0][0])
                 assert torch.equal(mask, results[0][1])

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import syncbn
 from rank import Checked, Rank
 from support import assert_same_step, new_layer
-from syncbn.operators import ALONE, IN_PLACE, MESSAGE, OWN
+from syncbn.operators import ALONE, FRAMED, MESSAGE, OWN
 from syncbn.step.options import ACTIVATIONS
 
 
@@ -63,24 +63,26 @@ def test_empty_batches_update_nothing(shape):
 
 
 def test_operators_pass_opcheck():
-    weight, call, ops = torch.randn(5), torch.zeros(1, dtype=torch.int64), Checked()
+    weight, counters, ops = torch.randn(5), torch.zeros(2, dtype=torch.int64), Checked()
     for layout in (torch.contiguous_format, torch.channels_last):
         x = torch.randn(2, 5, 4, 3).to(memory_format=layout)
         dy = torch.randn_like(x)
-        for way in (ALONE, MESSAGE, IN_PLACE):
+        for way, in_place in ((ALONE, False), (MESSAGE, False), (FRAMED, False), (MESSAGE, True)):
             running = [torch.zeros(5), torch.ones(5), torch.tensor(0)]
-            options = {"kind": 2, "slope": 0.1, "call": call, "running": running, "ops": ops}
-            rank = Rank(x.clone(), weight, None, None if way == IN_PLACE else dy, **options)
-            message = rank.begin(300, way)
+            options = {"kind": 2, "slope": 0.1, "counters": counters, "running": running}
+            residual = None if in_place else dy
+            given = (x.clone(), weight, None, residual)
+            rank = Rank(*given, **options, in_place=in_place, ops=ops)
+            message = rank.begin(way)
             rank.finish(message)
-            if way == IN_PLACE:
-                ops.recover_input(x, rank.saved, weight, None, 0.1)
+            if in_place:
+                ops.recover_input(x, rank.saved, weight, None, rank.form)
                 continue
             for keep, share in ((True, False), (False, True)):
                 sums = rank.begin_backward(dy, keep, share=share, way=way)
                 if way != ALONE:
                     rank.finish_backward(sums)
-        ops.update_running_statistics(*running, call, rank.saved, 0.1)
+        ops.update_running_statistics(*running, rank.saved, 0.1)
         ops.header(message, 1)
         rank.begin_backward(dy, share=True, way=OWN)
         rank.finish_backward(None)
