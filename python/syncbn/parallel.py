@@ -14,9 +14,10 @@ from .baton import Request, ThreadState, inside, run_in_turns
 from .devices import give_up, train_on_devices
 from .errors import DivergenceError
 from .exchange import callers, groups, host
-from .exchange.call import Call, Peers, tag_of
+from .exchange.call import Call, Peers, Said, tag_of
+from .exchange.transport import SUMMED
 from .exchange.tree import Tree
-from .exchange.turn import refuse
+from .exchange.turn import refuse_on_host
 from .nn import SyncBatchNorm
 from .step.options import check_module
 from .step.surroundings import Streams, refuse_tracing
@@ -38,9 +39,12 @@ class AllReduce(torch.autograd.Function):
         total = xs[0].clone()
         for x in xs[1:]:  # in device order
             total += x.to(total.device)
-        tag = tag_of("all_reduce", tuple(total.shape), total.dtype)
-        transport = host.transport_of(group, total.device)
-        total = transport.sum(total, tag, Call("all_reduce"))
+        if group is not None:
+            # Over the host: what differs in length would wait for ever in stream order.
+            said = {"shape": tuple(total.shape)}
+            call = Call("all_reduce", dtype=total.dtype, options=Said(said))
+            host.agree(group, tag_of("all_reduce", total.dtype, said), call)
+            total = host.transport_of(group, total.device).sum(total, None, call)
         return total, *(total.to(x.device, copy=True) for x in xs[1:])
 
     @staticmethod
@@ -65,7 +69,8 @@ def all_reduce(
     """Sums x over the devices of this process and the ranks of a process group.
 
     Args:
-        x: a tensor, or a list of tensors of equal shape and dtype, one per device.
+        x: a tensor, or a list of tensors of equal shape and dtype, one per device. For several
+            ranks of a floating or complex dtype, bool, uint8, int8, int32 or int64; bool is or-ed.
         group: a process group or its name. None is the default group, or this process alone
             without torch.distributed.
 
@@ -83,9 +88,9 @@ def all_reduce(
     refuse_tracing("syncbn.parallel.all_reduce", sharing)
     peers = groups.peers(sharing, "syncbn.parallel.all_reduce")
     try:
-        _check_summands(xs)
+        _check_summands(xs, peers)
     except ValueError as error:
-        refuse(peers, Call("all_reduce"), error)
+        refuse_on_host(peers, Call("all_reduce"), error)
         raise
     sums = AllReduce.apply(peers, *xs)
     return sums[0] if isinstance(x, Tensor) else list(sums)
@@ -113,7 +118,7 @@ def fixed_order_hook(
     return future
 
 
-def _check_summands(xs: Sequence[Tensor]) -> None:
+def _check_summands(xs: Sequence[Tensor], peers: Peers | None) -> None:
     if not isinstance(xs, (list, tuple)) or not xs:
         raise ValueError(f"x: got {xs!r}, expected a tensor or a list of at least one tensor")
     for k, x in enumerate(xs):
@@ -124,6 +129,12 @@ def _check_summands(xs: Sequence[Tensor]) -> None:
                 f"x[{k}]: got shape {tuple(x.shape)} and {x.dtype}, expected "
                 f"{tuple(xs[0].shape)} and {xs[0].dtype} as in x[0]"
             )
+    if peers is not None and xs[0].dtype not in SUMMED:
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUMMED)
+        raise ValueError(
+            f"x: got {xs[0].dtype} for {peers.ranks} ranks, expected one of {dtypes}, which their "
+            "process group can sum"
+        )
 
 
 class _Replicate(torch.autograd.Function):

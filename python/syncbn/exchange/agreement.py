@@ -76,13 +76,17 @@ class OnHost(Transport):
 
     def sum(self, x, tag, call):
         """Sums x after the tags, which go first, in a message of the frame's length."""
-        agree(torch.empty(0, dtype=torch.int64, device="cpu"), tag, self, call)
-        return self._sum_numbers(x.cpu().contiguous(), call).to(x.device)
+        if tag is not None:
+            agree(torch.empty(0, dtype=torch.int64, device="cpu"), tag, self, call)
+        return self._sum_numbers(x.cpu(), call).to(x.device)
 
     def _sum_numbers(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        """Sums tensors of any dtype, equal in shape on all ranks."""
+        """Sums tensors of one of SUMMED, equal in shape on all ranks."""
+        total = x.clone(memory_format=torch.contiguous_format)
+        numbers = torch.view_as_real(total) if total.is_complex() else total
         with Attempt(self.peers, call) as attempt:
-            return sum_over_gloo(x.clone(), self.peers.group_name, attempt)
+            sum_over_gloo(numbers, self.peers.group_name, attempt)
+        return total
 
     def backward_of(self, word, merged, own, turn):
         if merged is not None:

@@ -73,6 +73,15 @@ class Call(NamedTuple):
         return {name: str(value) for name, value in own.items() if value is not None}
 
 
+class Said(NamedTuple):
+    """What ranks must say alike in an exchange that is of no layer, in the place of its options."""
+
+    fields: dict[str, object]
+
+    def shared(self) -> dict[str, object]:
+        return self.fields
+
+
 def tag_of(*what: object) -> int:
     """Gives 20 bits of what ranks must have in common for an exchange, by which it is told from
     others."""

@@ -195,3 +195,9 @@ def transport_of(peers: Peers | None, device: torch.device) -> Transport:
     if not peers.cuda:
         return ThroughHost(peers)
     return InStream(peers, device)
+
+
+def agree(peers: Peers, tag: int, call: Call) -> None:
+    """Compares tags (20 bits) of the ranks over the host, also where their tensors go another way.
+    Raises DivergenceError on every rank if they differ."""
+    agreement.agree(torch.empty(0, dtype=torch.int64, device="cpu"), tag, engine_of(peers), call)

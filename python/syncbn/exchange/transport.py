@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ..errors import DivergenceError
 from ..operators import (
     ALONE,
     HEADER_FLAGS,
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
 
 #: The first part of a sum, and the words beyond it or None.
 Merged = tuple[torch.Tensor, torch.Tensor | None]
+#: Dtypes that PyTorch's groups sum, on the CPU and on CUDA.
+SUMMED = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32),
+    *(torch.complex64, torch.complex128, torch.bool, torch.uint8, torch.int8, torch.int32),
+    torch.int64,
+)
 
 
 class Transport(ABC):
@@ -68,9 +75,10 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def sum(self, x: torch.Tensor, tag: int, call: Call) -> torch.Tensor:
-        """Sums x, float64, over the group; tag: 20 bits, equal on ranks whose x may be summed.
-        Errors are those of exchange()."""
+    def sum(self, x: torch.Tensor, tag: int | None, call: Call) -> torch.Tensor:
+        """Sums x, of one of SUMMED, over the group. tag: 20 bits, equal on ranks whose x may be
+        summed; None: host.agree() has compared it. x is of one length on all ranks. Errors are
+        those of exchange(), also in stream order where x has no NaN."""
 
     @abstractmethod
     def backward_of(
@@ -144,12 +152,19 @@ class InStream(Transport):
         return self._add(message if merged is None else merged), None
 
     def sum(self, x, tag, call):
-        """Sums x and the tags in one message."""
-        tags = [x.new_full((1,), t) for t in (tag, tag * tag)]  # of up to 2,048 ranks exact
-        total = self._add(torch.cat([x.flatten(), *tags]))
-        tag_sum, squares = total[-2:].to(torch.int64)
+        """Sums x in its own dtype, and the tags in a message of their own, whose sums are exact."""
+        total = self._add(x.clone(memory_format=torch.contiguous_format))
+        if tag is None:
+            return total
+        tags = x.new_full((2,), tag, dtype=torch.int64)
+        tags[1].mul_(tag)  # the sum of 2,048 squares has 51 bits
+        tag_sum, squares = self._add(tags)
         alike = self.peers.ranks * squares == tag_sum * tag_sum
-        return torch.where(alike, total[:-2].view(x.shape), math.nan)
+        if x.is_floating_point() or x.is_complex():
+            return torch.where(alike, total, math.nan)
+        if not alike:  # the host waits for the device
+            raise DivergenceError(f"{call}, {self.peers}: the ranks did not make the same call")
+        return total
 
     def backward_of(self, word, merged, own, turn):
         """Expects every rank that has a node: nobody looks at the header."""

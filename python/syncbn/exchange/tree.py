@@ -2,15 +2,13 @@
 """Sums over V shares in one binary tree, on any number of processes."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import callers, groups, host
-from .call import Call, Peers, tag_of
-from .turn import refuse
+from .call import Call, Peers, Said, tag_of
+from .turn import refuse_on_host
 
 _WHO = "syncbn.Shares"
 
@@ -38,15 +36,6 @@ def _add_up(nodes: dict[tuple[int, int], Tensor], width: int) -> Tensor:
     return nodes[0, width]
 
 
-class _Said(NamedTuple):
-    """What processes say in meet(), in the place of a layer's options."""
-
-    fields: dict[str, object]
-
-    def shared(self) -> dict[str, object]:
-        return self.fields
-
-
 class Tree:
     """The shares of the processes of a group: neighbours, as evenly as can be. Without the default
     group one process has all.
@@ -64,28 +53,25 @@ class Tree:
         self._blocks = [list(_blocks(*pair, self._width)) for pair in zip(bounds, bounds[1:])]
         self.mine = range(bounds[self.rank], bounds[self.rank + 1])
 
-    def meet(self, what: str, said: dict[str, object], device: torch.device) -> None:
-        """Every process comes, and says the same by name, before PyTorch's collectives wait for
-        each other without names. On CUDA over NCCL, the host reads nothing.
+    def meet(self, what: str, said: dict[str, object]) -> None:
+        """Every process comes, and says the same by name, over the host, before PyTorch's
+        collectives wait for each other without names. No device is waited for.
 
         Raises DivergenceError, ExchangeTimeout or PeerLost.
         """
         if self.processes > 1:
-            peers = self._peers()
-            way = host.transport_of(peers, device)
-            call = Call(f"{_WHO}.{what}", options=_Said(said))
-            way.sum(torch.zeros(1, device=device), tag_of(what, said), call)
+            call = Call(f"{_WHO}.{what}", options=Said(said))
+            host.agree(self._peers(), tag_of(what, said), call)
 
     def _peers(self) -> Peers:
         peers = groups.peers(callers.sharing(self._group, None), _WHO)
         assert peers is not None  # there are several processes
         return peers
 
-    def refuse(self, what: str, error: Exception, device: torch.device) -> None:
+    def refuse(self, what: str, error: Exception) -> None:
         """Tells the others in meet() that this process does not come."""
         if self.processes > 1:
-            x = torch.empty(0, device=device)
-            refuse(self._peers(), Call(f"{_WHO}.{what}"), error, x)
+            refuse_on_host(self._peers(), Call(f"{_WHO}.{what}"), error)
 
     def total(self, leaves: list[Tensor]) -> Tensor:
         """The sum over all shares; leaves: this process's, of shape (n,). Every process calls it.

@@ -12,7 +12,7 @@ from ..operators import without_modes
 from . import callers
 from .call import Busy, Call, Peers, explained, lacks_memory
 from .failing import abandon
-from .host import transport_of
+from .host import engine_of, transport_of
 
 #: Errors that all ranks have, or that are no part of a step.
 _KNOWN_TO_ALL = (DivergenceError, ExchangeTimeout, PeerLost, NotImplementedError, Busy)
@@ -105,6 +105,12 @@ def refuse(
     with without_modes():
         device = _device_of_others(peers, x, known, counter)
         transport_of(peers, device).refuse(call, error, x, known)
+
+
+def refuse_on_host(peers: Peers | None, call: Call, error: BaseException) -> None:
+    """Does what refuse() does, where the others are in host.agree()."""
+    if peers is not None:
+        engine_of(peers).refuse(call, error)
 
 
 def _device_of_others(

@@ -207,7 +207,7 @@ class Shares(nn.Module):
                 step.end()
             self._kept = self._nothing()  # they are not whole
             if not isinstance(error, (DivergenceError, ExchangeTimeout, PeerLost)):
-                self._tree.refuse("backward", error, self._device)  # else the others got one, too
+                self._tree.refuse("backward", error)  # else the others got one, too
             raise
         del steps  # and the gradients that they hold
         if self._syncs:
@@ -215,7 +215,7 @@ class Shares(nn.Module):
             named = self.module.named_parameters()
             frozen = ", ".join(name for name, p in named if not p.requires_grad)
             said = {"step": self.steps, "frozen parameters": frozen or "none"}
-            self._tree.meet("backward", said, self._device)
+            self._tree.meet("backward", said)
             reduce(whole, self._trained, self._tree, self.shares)
 
     def _gather_gradients(self, steps: list[Step], losses: list[Tensor]) -> None:
@@ -250,11 +250,11 @@ class Shares(nn.Module):
         try:
             self._check("values", values, "tensors of one shape and dtype")
         except ValueError as error:
-            self._tree.refuse("mean", error, self._device)
+            self._tree.refuse("mean", error)
             raise
         flat = [value.detach().flatten() for value in values]
         said = {"shape": tuple(values[0].shape), "dtype": values[0].dtype}
-        self._tree.meet("mean", said, values[0].device)
+        self._tree.meet("mean", said)
         return self._tree.total(flat).div_(self.shares).view(values[0].shape)
 
     def _check(self, name: str, values: list, kinds: str) -> None:

@@ -6,17 +6,24 @@ torch.nn.SyncBatchNorm sends no header: ranks whose calls differ wait for each o
 different layers.
 """
 
+import contextlib
+import functools
+import itertools
+import math
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 
 from rank import Rank
-from rank_cases import diverges, shards
+from rank_cases import diverges, raises, shards
 from support import new_layer
-from syncbn.exchange import callers, groups
+from syncbn.exchange import callers, groups, host
 from syncbn.exchange.call import Call
 from syncbn.exchange.host import ThroughHost, transport_of
-from syncbn.exchange.transport import InStream, with_places
+from syncbn.exchange.transport import SUMMED, InStream, with_places
 from syncbn.operators import DTYPES, HEADER_WORDS, ops
+from syncbn.parallel import all_reduce
 from syncbn.step.options import Options
 
 
@@ -138,13 +145,99 @@ def case_refused_welford_call_in_stream_order_reaches_the_headers(rank, world):
         assert ops.header(summed, world)[2] == 1
 
 
-def case_sums_in_stream_order(rank, world):
-    """Of second derivatives: the sum, or NaN where the ranks' tags differ."""
+def whole_numbers(shape, dtype, rank):
+    """Small ones, of which sums are exact in every dtype; in bool whether they are even."""
+    x = torch.arange(1, 1 + math.prod(shape)).view(shape) * (rank + 1)
+    return x % 2 == 0 if dtype == torch.bool else x.to(dtype)
+
+
+def sum_over(world, make):
+    """What make(rank) adds up to."""
+    dtype = make(0).dtype
+    whole = torch.stack([make(r).to(torch.complex128) for r in range(world)]).sum(0)
+    return (whole if dtype.is_complex else whole.real).to(dtype)
+
+
+def numbers(x):
+    """In float64: of complex numbers of 32 bits PyTorch tells nothing."""
+    return torch.view_as_real(x).double() if x.is_complex() else x.double()
+
+
+def same_numbers(got, expected):
+    assert got.dtype == expected.dtype and got.shape == expected.shape, got
+    assert torch.equal(numbers(got), numbers(expected)), (got, expected)
+
+
+def case_sums_in_stream_order_exact(rank, world):
+    """The sum, in x's dtype; where the ranks' tags differ NaN, and of a dtype without NaN an
+    error."""
     way, call = in_stream_order(), Call("layer")
-    x = torch.full((2, 3), 0.1 * (rank + 1), dtype=torch.float64)
-    got = way.sum(x, 2**20 - 1, call)
-    torch.testing.assert_close(got, x / (rank + 1) * sum(range(1, world + 1)))
-    assert way.sum(x, 2**20 - 1 - rank, call).isnan().all()
+    for dtype in SUMMED:
+        make = functools.partial(whole_numbers, (2, 3), dtype)
+        for tag in (0, 1, 2**20 - 1):
+            same_numbers(way.sum(make(rank), tag, call), sum_over(world, make))
+        for tag in (rank, 2**20 - 1 - rank, 3 * (rank == 0)):
+            if dtype.is_floating_point or dtype.is_complex:
+                got = way.sum(make(rank), tag, call)
+                assert got.dtype == dtype and got.shape == (2, 3)
+                assert (numbers(got)[..., 0] if dtype.is_complex else got).isnan().all(), dtype
+            else:
+                diverges("did not make the same call", way.sum, make(rank), tag, call)
+
+
+@contextlib.contextmanager
+def all_reduce_over_nccl():
+    """all_reduce as of CUDA tensors over NCCL, in whose place is Gloo."""
+    peers = peers_with_nccl()
+    with (
+        mock.patch.object(groups, "peers", lambda *_: peers),
+        mock.patch.object(host, "transport_of", InStream),
+    ):
+        yield
+
+
+def case_all_reduce_over_nccl_exact(rank, world):
+    """Of every dtype, layout and number of devices, with its gradient, and that one's."""
+    with all_reduce_over_nccl():
+        for dtype, shape in itertools.product(SUMMED, ((2, 3), (), (0, 4), (5,))):
+            make = functools.partial(whole_numbers, shape, dtype)
+            x, expected = make(rank), sum_over(world, make)
+            same_numbers(all_reduce(x), expected)
+            same_numbers(x, make(rank))
+            if len(shape) == 2:
+                same_numbers(all_reduce(x.t()), expected.t())
+            if not (dtype.is_floating_point or dtype.is_complex) or dtype == torch.complex32:
+                continue
+            xs = [make(rank).requires_grad_() for _ in range(2)]
+            sums = all_reduce(xs)
+            for each in sums:
+                same_numbers(each.detach(), 2 * expected)
+            factor = torch.tensor(rank + 1, dtype=dtype, requires_grad=True)
+            of_sum = torch.ones_like(sums[0]) * factor
+            gradients = torch.autograd.grad(sums[0], xs, of_sum, create_graph=True)
+            for gradient in gradients:
+                same_numbers(gradient.detach(), torch.full_like(expected, world * (world + 1) / 2))
+            (second,) = torch.autograd.grad(gradients[0].real.sum(), factor)
+            assert second == expected.numel() * world, dtype
+
+
+def case_all_reduce_over_nccl_that_differs_is_an_error_on_every_rank(rank, world):
+    """By its name, whatever the lengths; and also of a rank that refuses its x."""
+    last = rank == world - 1
+    with all_reduce_over_nccl():
+        for name, mine in (
+            ("shape", torch.zeros(4 if last else 3)),
+            ("shape", torch.zeros((2, 3) if last else (3, 2), dtype=torch.int64)),
+            ("dtype", torch.zeros(3, dtype=torch.float16 if last else torch.bfloat16)),
+            ("dtype", torch.zeros(3, dtype=torch.int64 if last else torch.float64)),
+            ("dtype", torch.zeros(3, dtype=torch.float32 if last else torch.complex64)),
+        ):
+            diverges(f"did not make the same call: {name}: ", all_reduce, mine)
+        if last:
+            raises(ValueError, "x: got torch.int16 for", all_reduce, torch.zeros(3).short())
+        else:
+            diverges("raised an error.*got torch.int16", all_reduce, torch.zeros(3))
+        assert all_reduce(torch.ones(1)).item() == world
 
 
 def engine_of(peers):

@@ -14,8 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 import syncbn
 from rank_cases import diverges, raises, shards, unchanged
+from rank_cases_cuda import same_numbers, sum_over, whole_numbers
 from rank_cases_parallel import network, own, samples, train
 from support import assert_near, new_layer, rough_samples, to_tensor
+from syncbn.exchange.transport import SUMMED
 from syncbn.parallel import SelfDataParallel, all_reduce
 from test_list_form import step as device_step
 
@@ -194,7 +196,14 @@ def case_all_reduce_disagreement_is_an_error_on_every_rank(rank, world):
         raises(ValueError, r"x\[1\]: got", all_reduce, [torch.ones(3), torch.ones(4)])
     else:
         diverges("raised an error", all_reduce, [torch.ones(3)] * 2)
+    raises(ValueError, "x: got torch.int16 for", all_reduce, torch.ones(1).short())
     assert all_reduce(torch.ones(1)).item() == world
+
+
+def case_all_reduce_of_every_dtype_exact(rank, world):
+    for dtype in SUMMED:
+        make = functools.partial(whole_numbers, (2, 3), dtype)
+        same_numbers(all_reduce(make(rank)), sum_over(world, make))
 
 
 def case_ddp_of_devices_equals_one_process(rank, world):
