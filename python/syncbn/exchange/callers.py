@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -299,8 +300,36 @@ os.register_at_fork(after_in_child=_note_fork)
 #: How many processes a launcher started, as it tells each of them. torchrun's comes first: it may
 #: run inside of one of the others. Slurm's is that of the step, not of the allocation.
 _SIZES = (
-    *("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"),
-    "SLURM_STEP_NUM_TASKS",
+    *("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"),
+    *("FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE", "SLURM_STEP_NUM_TASKS", "DMLC_NUM_WORKER"),
+)
+
+#: Libraries that know of other processes without a default group: the module, where it is imported;
+#: what texts call it; and how many processes it tells of once it is initialized.
+_LIBRARIES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+    (
+        "torch.distributed.rpc",
+        "torch.distributed.rpc",
+        lambda rpc: (
+            rpc._is_current_rpc_agent_set() and len(rpc._get_current_rpc_agent().get_worker_infos())
+        ),
+    ),
+    ("torch.distributed._dist2", "dist2", lambda dist2: dist2.current_process_group().size()),
+    (
+        "mpi4py.MPI",
+        "mpi4py",
+        lambda mpi: mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.Get_size(),
+    ),
+    ("horovod.torch", "Horovod", lambda hvd: hvd.is_initialized() and hvd.size()),
+    ("deepspeed.comm", "DeepSpeed", lambda comm: comm.is_initialized() and comm.get_world_size()),
+    ("ray.train", "Ray Train", lambda train: train.get_context().get_world_size()),
+    (
+        "accelerate.state",
+        "Accelerate",
+        lambda state: state.PartialState._shared_state.get("num_processes"),
+    ),
+    ("jax._src.distributed", "jax.distributed", lambda jax: jax.global_state.num_processes),
+    ("torch_xla.runtime", "torch_xla", lambda runtime: runtime.world_size()),
 )
 
 
@@ -312,6 +341,14 @@ def others_beside() -> str:
             if int(size) > 1:
                 return f"the environment has {name}={size}"
             break
+    for name, library, size_of in _LIBRARIES:
+        module = sys.modules.get(name)
+        if module is not None:
+            found: Any = None
+            with contextlib.suppress(Exception):  # not initialized, or of another version
+                found = size_of(module)
+            if isinstance(found, int) and found > 1:
+                return f"{library} tells of {found} processes"
     classes = [
         getattr(sys.modules.get(module), "Manager", None)
         for module in ("torchft", "torchft.manager")

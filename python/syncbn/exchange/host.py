@@ -22,6 +22,7 @@ from ..operators import (
     message_words,
     ops,
 )
+from . import agreement
 from .agreement import OnHost, sum_over_gloo
 from .call import Call, Peers
 from .failing import Attempt, Refused

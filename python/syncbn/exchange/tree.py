@@ -2,6 +2,7 @@
 """Sums over V shares in one binary tree, on any number of processes."""
 
 from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

@@ -169,7 +169,7 @@ def report(module: nn.Module, strict: bool = False) -> Report:
     Raises:
         RuntimeError: with `strict`, on all ranks alike: a layer is neither converted nor registered
             to be left, or another converter replaced it; there is no process group; nobody is in
-            it, and the environment or torchft tells of others; a layer's group is gone, is none
+            it, and the environment or a library tells of others; a layer's group is gone, is none
             that PyTorch lists with its ranks, or is broken by an earlier error; a forward on the
             object is not seen to call the layer's; or PyTorch's was called in training. Layers with
             sync=False are no error.

@@ -6,6 +6,7 @@ import copy
 import functools
 import os
 import sys
+import tempfile
 import traceback
 import types
 import warnings
@@ -14,7 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.state import PartialState
 from torch import nn
+from torch.distributed import rpc
 
 import syncbn
 from rank_runs import functions_of, join_group, new_store, quick_context, run_ranks
@@ -131,7 +134,10 @@ def case_a_size_of_one_and_an_allocation():
 def case_other_launchers():
     """Each says so anew, as after a group of several ranks."""
     os.environ["WORLD_SIZE"] = "many"
-    launchers = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+    launchers = (
+        *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"),
+        *("HOROVOD_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE", "DMLC_NUM_WORKER"),
+    )
     for name in launchers:
         groups.looked = False
         os.environ[name] = "3"
@@ -150,6 +156,73 @@ def case_torchft_without_a_group_and_with_one_of_one():
         if not derived:
             os.environ.update(RANK="0", WORLD_SIZE="1")
             world_of_one()
+
+
+def case_libraries():
+    """Each says so anew, by what its module answers; not before it is initialized, with one
+    process, or where it answers with an error."""
+
+    class Library:
+        """A module that has any function: it answers with itself, or a size at the end."""
+
+        def __init__(self, size, fails):
+            self.answer, self.fails = size, fails
+
+        def __getattr__(self, name):
+            if self.fails:
+                raise RuntimeError(name)
+            return lambda: self.answer if "size" in name else self if "get" in name else True
+
+    for module, called in (
+        ("horovod.torch", "Horovod"),
+        ("deepspeed.comm", "DeepSpeed"),
+        ("ray.train", "Ray Train"),
+        ("torch_xla.runtime", "torch_xla"),
+    ):
+        for size, fails in ((1, False), (0, False), (3, True), (3, False)):
+            groups.looked = False
+            sys.modules[module] = Library(size, fails)
+            if size == 3 and not fails:
+                warns_once(f"{called} tells of 3 processes")
+            else:
+                is_quiet()
+        del sys.modules[module]
+    for size in (1, 3):
+        groups.looked = False
+        world = types.SimpleNamespace(Get_size=lambda size=size: size)
+        mpi = types.SimpleNamespace(
+            Is_initialized=lambda: True, Is_finalized=lambda: False, COMM_WORLD=world
+        )
+        sys.modules["mpi4py.MPI"] = mpi
+        if size == 1:
+            is_quiet()
+            continue
+        warns_once("mpi4py tells of 3 processes")
+        mpi.Is_finalized = lambda: True
+        groups.looked = False
+        is_quiet()
+    jax = types.SimpleNamespace(global_state=types.SimpleNamespace(num_processes=None))
+    sys.modules["jax._src.distributed"] = jax
+    is_quiet()
+    jax.global_state.num_processes = 2
+    groups.looked = False
+    warns_once("jax.distributed tells of 2 processes")
+
+
+def case_accelerate_after_its_group():
+    PartialState(cpu=True)
+    is_quiet()
+    groups.looked = False
+    PartialState._shared_state["num_processes"] = 2
+    warns_once("Accelerate tells of 2 processes")
+
+
+def case_a_group_of_one_beside_a_library():
+    PartialState(cpu=True)
+    PartialState._shared_state["num_processes"] = 2
+    world_of_one()
+    is_quiet(model(sync=False))
+    warns_once("Accelerate tells of 2 processes")
 
 
 def case_named_layer():
@@ -237,6 +310,23 @@ def pair_others_are_left_out(rank, ports):
 
     assert said(epoch) == []
     dist.destroy_process_group()
+
+
+def pair_of_rpc(rank, ports):
+    """Without a process group, and with one of this worker alone."""
+    path = Path(tempfile.gettempdir(), f"syncbn-rpc-{ports[0]}")
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}")
+    is_quiet()
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    groups.looked = False
+    warns_once("torch.distributed.rpc tells of 2 processes")
+    is_quiet(model(sync=False))
+    groups.looked = False
+    world_of_one()
+    warns_once("torch.distributed.rpc tells of 2 processes")
+    rpc.shutdown()
+    groups.looked = False
+    is_quiet()
 
 
 PAIRS = functions_of(sys.modules[__name__], "pair_")
