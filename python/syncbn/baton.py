@@ -8,13 +8,16 @@ own.
 """
 
 import contextlib
+import inspect
 import queue
 import threading
+import traceback
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 from .operators import without_modes
@@ -77,6 +80,9 @@ def _number_nodes_after(node: Any) -> None:
 _nobody = torch.zeros((), requires_grad=True)
 
 
+_CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
+
+
 class _Device:
     """Runs one call in its thread. Only the thread that holds the baton touches these
     attributes."""
@@ -99,6 +105,9 @@ class _Device:
             with self.state.entered():
                 self.result = self.call()
         except BaseException as error:
+            for frame, _ in traceback.walk_tb(error.__traceback__):
+                if frame.f_code is _CHECKPOINT:  # whose hooks of saved tensors are this thread's
+                    frame.clear()
             self.error = error
         self.request = None
         self.ended = True
@@ -174,14 +183,36 @@ class _Generators:
         _Generators._left = torch.get_rng_state(), self.seed, self.states[1:]
 
 
+class Turns:
+    """One run of devices in turns. over: all devices have ended."""
+
+    over = False
+
+
+def turns() -> Turns | None:
+    """Gives the run whose devices wait for this thread, if one does."""
+    return getattr(_local, "turns", None)
+
+
 def inside() -> bool:
     """Tells whether this thread runs one device of several."""
     return getattr(_local, "device", None) is not None
 
 
+def refuse_backward(state: Any) -> NoReturn:
+    """Raises what is wrong with a backward that begins in a device's turn. state: a layer's."""
+    raise RuntimeError(
+        f"{state.find_path()}: got a backward pass inside the forward of one device, expected one "
+        "after the forwards of all devices and shares of this process, whose gradients the layer "
+        "computes together"
+    )
+
+
 @torch.compiler.disable
 def wait(layer: Any, x: Tensor, residual: Tensor | None, mask: Tensor | None) -> Tensor:
     """Gives the layer's output for this device, once all devices have reached the layer."""
+    if torch._C._current_graph_task_id() != -1:  # of a checkpointed segment, which runs again
+        refuse_backward(layer.state)
     return _local.device.wait(layer, x, residual, mask)
 
 
@@ -202,6 +233,7 @@ def run_in_turns(
     state = ThreadState.current()
     devices = [_Device(call, state) for call in calls]
     generators = generators or _Generators(len(devices))
+    before, _local.turns = turns(), Turns()
     with _running_lock:
         running += 1
     answers: Sequence[Tensor | None] = [None] * len(devices)
@@ -221,6 +253,7 @@ def run_in_turns(
     finally:
         for device in devices:
             device.abandon()
+        _local.turns.over, _local.turns = True, before
         generators.leave()
         with _running_lock:
             running -= 1

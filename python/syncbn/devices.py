@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .baton import inside
+from . import baton
 from .exchange import agreement
 from .exchange.host import engine_of, transport_of
 from .operators import HEADER_WORDS, MAX_RANKS, OWN, WANTS_SHARE, without_modes
@@ -28,6 +28,8 @@ from .step.surroundings import (
     Streams,
     check_transforms,
     fits,
+    has_no_values,
+    is_fake,
     like,
     like_operators,
     plain,
@@ -111,12 +113,15 @@ class _OfMany(torch.autograd.Function):
         inputs = list(map(_Input, xs, residuals, masks))
         ctx.step, ctx.lead, ys, saved = _begin(turn, given, tuple(wanted), inputs, weight, bias)
         ctx.save_for_backward(*saved)
-        ctx.streams = Streams(xs)
+        ctx.streams, ctx.turns = Streams(xs), baton.turns()
         ctx.set_materialize_grads(False)
         return tuple(ys)
 
     @staticmethod
     def backward(ctx, *dys):
+        # Before saved tensors are asked for, which may run a checkpointed segment again.
+        if baton.inside() or (ctx.turns is not None and not ctx.turns.over):
+            baton.refuse_backward(ctx.step.state)
         saved = ctx.saved_tensors  # once: as checkpointing gives
         ctx.streams.enter((*dys, *saved))
         with torch.no_grad():
@@ -283,6 +288,11 @@ def train_on_devices(
             *((f"residual[{k}]", z) for k, z in enumerate(zs)),
         ],
     )
+    if isinstance(xs, (list, tuple)) and xs and is_fake(xs[0], module.weight):
+        raise NotImplementedError(
+            f"{state.find_path()}: got a list of inputs without values (on meta, or fake), "
+            "expected one tensor"
+        )
     peers = state.peers(options)
     none = [None] * len(xs)
     masks = none if masks is None else masks
@@ -347,7 +357,7 @@ def forward(
         _check_list("residual", residuals, xs)
         _check_list("mask", masks, xs)
         return [module(*each) for each in zip(xs, residuals, masks)]
-    if inside():
+    if baton.inside():
         raise RuntimeError(
             f"{module.state.name}: got a list of inputs inside SelfDataParallel, expected the one "
             "tensor of this device"
@@ -377,6 +387,8 @@ def give_up(calls: Iterable[tuple], error: BaseException) -> None:
 
     calls: layers at which devices of this process wait, each with such a device's input.
     """
+    if has_no_values():
+        return
     # The error of the device is the one to raise, whatever becomes of this.
     with contextlib.suppress(Exception):
         groups = {module.state.peers(module.options()): (module, x) for module, x in calls}

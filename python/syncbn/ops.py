@@ -33,7 +33,7 @@ from .step.options import (
     form_of,
     is_number,
 )
-from .step.surroundings import like, refuse_tracing
+from .step.surroundings import is_traced, like, refuse_tracing
 
 _Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]
 _OPTIONS = ("is_infer", "use_global_est", "epsilon", "momentum", "group", "layer_name")
@@ -364,7 +364,10 @@ def _run(
     sharing = callers.sharing(group, None, "process_group")
     if is_infer is not True:
         refuse_tracing(layer_name, sharing)
-    peers = None if is_infer is True else groups.peers_of(*sharing)
+    # A graph that is traced holds its group; else what is fake exchanges nothing.
+    traced = torch.compiler.is_compiling() or is_traced()
+    alone = is_infer is True or (isinstance(tensors[0], FakeTensor) and not traced)
+    peers = None if alone else groups.peers_of(*sharing)
     try:
         if not (torch.compiler.is_compiling() or isinstance(tensors[0], FakeTensor)):
             check_plain(peers is None, **dict(zip(_TENSORS, tensors, strict=True)))

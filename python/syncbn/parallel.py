@@ -20,7 +20,7 @@ from .exchange.tree import Tree
 from .exchange.turn import refuse_on_host
 from .nn import SyncBatchNorm
 from .step.options import check_module
-from .step.surroundings import Streams, refuse_tracing
+from .step.surroundings import Streams, is_fake, refuse_tracing
 
 __all__ = ["AllReduce", "SelfDataParallel", "all_reduce", "fixed_order_hook"]
 
@@ -86,7 +86,8 @@ def all_reduce(
     xs = [x] if isinstance(x, Tensor) else x
     sharing = callers.sharing(group, None)
     refuse_tracing("syncbn.parallel.all_reduce", sharing)
-    peers = groups.peers(sharing, "syncbn.parallel.all_reduce")
+    fake = isinstance(xs, (list, tuple)) and any(is_fake(x, None) for x in xs)
+    peers = None if fake else groups.peers(sharing, "syncbn.parallel.all_reduce")
     try:
         _check_summands(xs, peers)
     except ValueError as error:
@@ -363,8 +364,11 @@ class _Meeting:
         return ys
 
     def give_up(self, requests: list[Request | None], error: BaseException) -> None:
-        waiting = [r for r in requests if r is not None]
-        give_up([(self._original(r.layer), r.x) for r in waiting], error)
+        """Tells the other processes, at the layers where devices wait; where none does, at any
+        that trains."""
+        calls = [(self._original(r.layer), r.x) for r in requests if r is not None]
+        trained = (layer for layer in self._originals.values() if layer.training and layer.sync)
+        give_up(calls or [(layer, None) for layer in trained][:1], error)
 
     def _place(self, request: Request) -> tuple[int, ThreadState, bool]:
         residual = request.residual is not None

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import DivergenceError
-from ..operators import ops
+from ..operators import ops, without_modes
 from . import callers, connections, failing, meeting
 from .call import Peers
 from .callers import Sharing, initialized, limit_of, resolve
@@ -344,6 +344,11 @@ def choose(
         raise ValueError(
             f"got {given[0]} without a process group, expected init_process_group first"
         )
+    with without_modes():
+        return _choose_part(chosen, group_size, group, who)
+
+
+def _choose_part(chosen: Sharing, group_size: int | None, group: Part | None, who: str) -> Sharing:
     patience = limit_of(resolve(None))
     rank, world = dist.get_rank(), dist.get_world_size()
     if group is not None:
@@ -360,7 +365,7 @@ def choose(
     ranks = next(part for part in parts if rank in part)
     label = callers.members(resolve(None), "")[1]
     limit = patience if chosen.limit is None else chosen.limit
-    own = own_group((tuple(ranks), limit, engine, label, ""), patience, who)
+    own = own_group((tuple(ranks), limit, chosen.engine, label, ""), patience, who)
     return chosen._replace(name=own.group_name)
 
 

@@ -26,6 +26,7 @@ from ..step.options import (
     check_module,
     check_options,
 )
+from ..step.surroundings import has_no_values
 from . import classes
 from .sharing import prepare
 
@@ -160,7 +161,9 @@ def convert_sync_batchnorm(
     or after making an optimizer, DistributedDataParallel or torch.compile. Convert before FSDP,
     which gives layers classes of its own. If torch.distributed is initialized and sync is not
     False, this is a collective call of the ranks of process_group: it makes their group for
-    exchanges.
+    exchanges. Where the model has no values, because it is on meta or in a mode that makes tensors
+    fake, it exchanges nothing, unless group_size or group asks for it. The first training step
+    makes the group then.
 
     An argument that is not None applies to all layers, including those that are synchronized
     already. An argument that is None leaves these as they are, and is the default of SyncBatchNorm
@@ -209,7 +212,7 @@ def convert_sync_batchnorm(
         )
         if any(argument is not None for argument in arguments)
     }
-    initialized = sync is not False and callers.initialized()
+    initialized = sync is not False and callers.initialized() and not has_no_values(module)
     exchanging = initialized and groups.is_made_ahead(sharing)
     if exchanging:
         groups.peers(sharing, _NAME)

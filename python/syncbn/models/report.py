@@ -13,9 +13,10 @@ from ..errors import DivergenceError
 from ..exchange import callers, failing, groups, host
 from ..exchange.call import Peers
 from ..nn import SyncBatchNorm, device_of, layers_of
-from ..operators import ops, why_not_cuda
+from ..operators import ops, why_not_cuda, without_modes
 from ..parallel import SelfDataParallel
 from ..step.options import check_module
+from ..step.surroundings import has_no_values
 from .classes import class_of, conversion_of, evades, holds_statistics
 
 
@@ -86,8 +87,9 @@ def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bo
     peers: Peers | None = None
     failed, note = False, "" if layer.training else "evaluation mode: no exchange"
     outside = layer.sync and layer.state.sharing.name == callers.OUTSIDE
+    fake = has_no_values(layer)
     try:
-        if layer.sync and not outside:
+        if layer.sync and not outside and not fake:
             peers = groups.peers(layer.state.sharing, layer.state.find_path)
     except RuntimeError as error:  # its group is gone
         failed, note = True, str(error)
@@ -95,6 +97,8 @@ def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bo
         pass
     elif not layer.sync:
         note = "sync=False"
+    elif fake:
+        note = "no values (on meta, or fake): no exchange"
     elif outside:
         note = "this rank is not a member of the process group"
     elif (peers is not None or devices > 1) and (layer.state.evaded or evades(layer)):
@@ -116,6 +120,8 @@ def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bo
         failed, note = True, f"no CUDA: {why_not_cuda()}"
     if devices > 1 and not failed:
         note = f"{devices} devices in this process"
+    with without_modes():
+        count = int(layer.state.count.item()) if layer.state.call.item() > 0 else None
     row = LayerReport(
         path,
         _name(layer),
@@ -125,17 +131,18 @@ def _own(path: str, layer: SyncBatchNorm, devices: int) -> tuple[LayerReport, bo
         host.transport_of(peers, device).name,
         layer.statistics,
         "cuda" if device.type == "cuda" else ops.cpu_instruction_set(),
-        int(layer.state.count.item()) if layer.state.call.item() > 0 else None,
+        count,
         note,
     )
     return row, failed
 
 
-def _raise(failures: list[LayerReport]) -> None:
-    """Raises one error on all ranks of the default group if any of them has failures."""
+def _raise(failures: list[LayerReport], alone: bool) -> None:
+    """Raises one error on all ranks of the default group if any of them has failures; alone: on
+    this rank if it has some."""
     lines = "".join(f"\n  {row.path or 'the model'}: {row.layer}: {row.note}" for row in failures)
     texts = [lines]
-    if callers.initialized():
+    if callers.initialized() and not alone:
         # No store is asked to keep an empty text.
         texts = groups.gather_text(f"-{lines}", "syncbn.report")
         texts = [text.removeprefix("-") for text in texts]
@@ -157,7 +164,8 @@ def report(module: nn.Module, strict: bool = False) -> Report:
     running_var, except InstanceNorm. It reads the counts from the layers' device.
 
     If the groups of the layers are not made yet, this is a collective call of their ranks. With
-    `strict` it is one of all ranks of the default group.
+    `strict` it is one of all ranks of the default group. It is none in a mode that makes tensors
+    fake, and for a model on meta.
 
     Args:
         module: the model. It may be wrapped in SelfDataParallel.
@@ -192,7 +200,7 @@ def report(module: nn.Module, strict: bool = False) -> Report:
         if failed:
             failures.append(row)
     if strict:
-        _raise(failures)
+        _raise(failures, alone=has_no_values(module))
     return rows
 
 
@@ -215,8 +223,10 @@ def check(module: nn.Module) -> None:
         by_device.setdefault(layer.state.count.device, []).append((name, layer))
     found = {}
     for entries in by_device.values():
-        states = torch.stack([torch.cat((m.state.count, m.state.call)) for _, m in entries])
-        for (name, layer), (count, calls) in zip(entries, states.tolist(), strict=True):
+        with without_modes():
+            states = torch.stack([torch.cat((m.state.count, m.state.call)) for _, m in entries])
+            numbers = states.tolist()
+        for (name, layer), (count, calls) in zip(entries, numbers, strict=True):
             if count < 0:
                 call = f"call {calls - 1}, {layer.num_features} channels"
                 found[name] = f"{name or layer.state.name} ({call}, {layer.options()})"

@@ -18,6 +18,7 @@ from ..fingerprints import bytes_of
 from ..nn import Model, SyncBatchNorm, device_of, layers_of
 from ..step.layer_state import WRAPPERS
 from ..step.options import check_module
+from ..step.surroundings import has_no_values
 
 _log = logging.getLogger("syncbn")
 
@@ -60,10 +61,11 @@ def prepare(module: Model) -> Model:
     """Makes the groups that the layers of `module` exchange on, and returns `module`.
 
     Otherwise the first eager training step makes them. Call this if the first step is compiled. It
-    is a collective call of the groups' ranks. Without torch.distributed it does nothing.
+    is a collective call of the groups' ranks. It does nothing without torch.distributed, and where
+    the model has no values: on meta, or in a mode that makes tensors fake.
     """
     check_module(module)
-    if callers.initialized():
+    if callers.initialized() and not has_no_values(module):
         for sharing, name in sharings_of(module).items():
             if groups.is_made_ahead(sharing):
                 groups.peers(sharing, name)
@@ -74,7 +76,8 @@ def reset_groups(module: nn.Module | None = None, *, strict: bool = False) -> No
     """Makes the groups of all layers anew, to go on after an ExchangeTimeout or PeerLost.
 
     All ranks must be alive, and every rank makes this call. Then all go on at the same layer. A
-    group that some of its ranks do not have is forgotten.
+    group that some of its ranks do not have is forgotten. In a mode that makes tensors fake, and
+    for a model on meta, it does nothing.
 
     Args:
         module: a model, for ranks that are not at the same call. Its layers' call counters are set
@@ -90,6 +93,8 @@ def reset_groups(module: nn.Module | None = None, *, strict: bool = False) -> No
     sharings = {}
     if module is not None:
         sharings = sharings_of(module)
+    if has_no_values(module):
+        return
     groups.rebuild(sharings)
     if module is None:
         return

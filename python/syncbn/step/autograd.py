@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad, profiler
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
@@ -29,6 +27,7 @@ from .options import (
 from .surroundings import (
     check_transforms,
     in_transform,
+    is_fake,
     plain,
     recorded,
     refuse_tracing,
@@ -100,24 +99,9 @@ def _way_of(x, running, weight, bias, residual, mask, options, state) -> Callabl
     if surroundings.has_dtensor((x, weight, bias, residual, mask, *running)):
         return _of_parts
     parameter = next((t for t in (*running[:2], weight, bias) if isinstance(t, Tensor)), None)
-    if torch.compiler.is_compiling() or _is_fake(x, parameter):
+    if torch.compiler.is_compiling() or is_fake(x, parameter):
         return _in_graph
     return _eager if tracer() is None else _in_operators
-
-
-def _is_fake(x: object, parameter: Tensor | None) -> bool:
-    """Tells whether x has a shape and no values: a tensor of a mode that traces, or a meta tensor,
-    if the layer is on meta, too. parameter: of the layer, if it has any."""
-    if not isinstance(x, Tensor):
-        return False
-    if x.is_meta:
-        return parameter is None or parameter.is_meta
-    if isinstance(x, FakeTensor):
-        return True
-    if _modes() == 0:
-        return False
-    proxies = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)  # of make_fx
-    return proxies is not None or detect_fake_mode() is not None
 
 
 def _by_class(x, running, weight, bias, residual, mask, options, state) -> Tensor:

@@ -7,6 +7,7 @@ the other ranks, who wait for a step of training, find it there if it goes on.
 """
 
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar, cast
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._functorch import is_legacy_batchedtensor
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad, profiler
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.overrides import handle_torch_function, has_torch_function
@@ -87,6 +90,42 @@ def refuse_tracing(who: Any, sharing: Sharing | None, devices: int = 1) -> None:
             f"{_name(who)}: got {tool} of an exchange between {ranks} ranks, expected evaluation "
             "mode; torch.export takes training steps"
         )
+
+
+def is_fake(x: object, parameter: Tensor | None) -> bool:
+    """Tells whether x has a shape and no values: a tensor of a mode that traces, or a meta tensor,
+    if the layer is on meta, too. parameter: of the layer, if it has any."""
+    if not isinstance(x, Tensor):
+        return False
+    if x.is_meta:
+        return parameter is None or parameter.is_meta
+    return isinstance(x, FakeTensor) or _in_mode_of_fakes()
+
+
+def is_traced() -> bool:
+    """Tells whether make_fx, as of torch.export, writes down what is called."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def _in_mode_of_fakes() -> bool:
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return False
+    return is_traced() or detect_fake_mode() is not None
+
+
+def has_no_values(module: object = None) -> bool:
+    """Tells whether what is done now, with that model, is without values, so that it exchanges
+    nothing: in a mode that makes tensors fake, or traces; or all tensors of the model are fake or
+    on meta."""
+    if _in_mode_of_fakes():
+        return True
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None:
+        return True
+    if not isinstance(module, nn.Module):
+        return False
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    found = {t.is_meta or isinstance(t, FakeTensor) for t in tensors}
+    return found == {True}
 
 
 def check_not_batched(call: Call, gradient: Tensor) -> None:

@@ -3,6 +3,7 @@
 
 import copy
 import functools
+import time
 
 import numpy as np
 import torch
@@ -129,6 +130,49 @@ def case_devices_of_an_empty_process(rank, world):
     gathered = [None] * world
     dist.all_gather_object(gathered, layer.running_var.tolist())
     assert all(g == gathered[0] for g in gathered)
+
+
+class _Penalty(nn.Module):
+    """Takes a gradient through its layer inside forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (syncbn.SyncBatchNorm(4) for _ in range(2))
+
+    def forward(self, x):
+        y = self.first(x)
+        (inner,) = torch.autograd.grad(y.pow(3).sum(), x, retain_graph=True)
+        return self.second(y + inner)
+
+
+def case_a_backward_inside_a_devices_forward_is_an_error_on_every_process(rank, world):
+    """At once, whether the others have several devices or one, which makes it."""
+    text = "got a backward pass inside the forward of one device"
+    x = torch.randn(4, 4, requires_grad=True)
+    for several in (range(world), range(1), range(world - 1, world)):
+        model = _Penalty()
+        devices = SelfDataParallel(model, ["cpu"] * (2 if rank in several else 1))
+        began = time.monotonic()
+        if rank in several:
+            raises(RuntimeError, f"first: {text}", devices, x)
+        else:
+            diverges(f"a rank raised an error.*{text}", devices, x)
+        assert time.monotonic() - began < 10
+        assert model.first.num_batches_tracked == 1 and model.second.num_batches_tracked == 0
+    assert all_reduce(torch.ones(1)).item() == world
+
+
+def case_an_error_of_the_first_device_is_an_error_on_every_process(rank, world):
+    """No device waits at a layer yet."""
+    model = SelfDataParallel(_Layers(), ["cpu", "cpu"])
+    good = torch.ones(2, 4)
+    for _ in range(2):
+        if rank == 0:
+            raises(AttributeError, "", model, [(None,), good])
+        else:
+            diverges("a rank raised an error.*AttributeError", model, [good, good])
+    model([good, torch.zeros(1, 4)])
+    assert model.module.first.num_batches_tracked == 1
 
 
 class _Layers(nn.Module):

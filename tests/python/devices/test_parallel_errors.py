@@ -2,6 +2,7 @@
 """What several devices of one process refuse, and that nothing changes then."""
 
 import copy
+import functools
 import threading
 
 import pytest
@@ -173,3 +174,113 @@ def test_calls_that_no_device_may_make():
         with pytest.raises(RuntimeError, match=text):
             SelfDataParallel(Calls(function), ["cpu"] * 2)(torch.randn(4, 3))
     assert layer.num_batches_tracked == 0
+
+
+class Inner(nn.Module):
+    """A backward inside forward: how, and of what, the entries tell."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.linear = how, nn.Linear(3, 3)
+        self.first, self.second = (syncbn.SyncBatchNorm(3) for _ in range(2))
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        return x + self.how(self, x)
+
+
+def gradient(y, x, **options):
+    return torch.autograd.grad(y.pow(3).sum(), x, **options)[0]
+
+
+def by_backward(model, x):
+    model.first(x).pow(3).sum().backward()
+    return x.grad
+
+
+def by_hook(model, x):
+    handle = model.first.register_forward_hook(lambda _, inputs, y: gradient(y, inputs[0]))
+    try:
+        return model.first(x)
+    finally:
+        handle.remove()
+
+
+def in_checkpoint(model, x, reentrant, outside):
+    if outside:
+
+        def segment(x):
+            with torch.enable_grad():
+                return gradient(model.first(model.linear(x)), x, retain_graph=True)
+
+        return checkpoint(segment, x, use_reentrant=reentrant)
+    y = checkpoint(lambda x: model.first(model.linear(x)).tanh(), x, use_reentrant=reentrant)
+    y.square().sum().backward()
+    return x.grad
+
+
+INNER = {
+    "grad": lambda m, x: gradient(m.first(x), x),
+    "retain_graph": lambda m, x: gradient(m.first(x), x, retain_graph=True),
+    "create_graph": lambda m, x: gradient(m.first(x), x, create_graph=True),
+    "two layers": lambda m, x: gradient(m.second(m.linear(m.first(x))), x, retain_graph=True),
+    "second layer": lambda m, x: gradient(m.second(m.linear(m.first(x).detach())), m.linear.weight),
+    "backward": by_backward,
+    "hook": by_hook,
+    "in a function": lambda m, x: torch.autograd.functional.jacobian(lambda x: m.first(x).sum(), x),
+    **{
+        f"checkpoint, {reentrant}, {outside}": functools.partial(
+            in_checkpoint, reentrant=reentrant, outside=outside
+        )
+        for reentrant in (False, True)
+        for outside in (False, True)
+    },
+}
+
+
+@pytest.mark.parametrize("replicate", (False, True))
+@pytest.mark.parametrize("how", INNER)
+def test_a_backward_inside_a_devices_forward_is_refused(how, replicate):
+    """It has the gradients of one device alone; those of the others were taken for 0."""
+    model = Inner(INNER[how])
+    layer = "second" if how in ("two layers", "second layer") else "first"
+    threads = threading.active_count()
+    with pytest.raises(RuntimeError, match=f"^{layer}: got a backward pass inside the forward of"):
+        SelfDataParallel(model, ["cpu"] * 3, replicate)(torch.randn(6, 3))
+    assert threading.active_count() == threads
+    assert all(p.grad is None for p in model.first.parameters())
+    # One device is the whole.
+    if not how.startswith("checkpoint"):
+        SelfDataParallel(Inner(INNER[how]), ["cpu"])(torch.randn(6, 3))
+
+
+def test_a_backward_through_an_earlier_step_is_refused_inside_forward():
+    """Of a list, or of the step before, that a device keeps."""
+    layer = syncbn.SyncBatchNorm(3)
+    x = torch.randn(4, 3, requires_grad=True)
+    kept = layer([x, x])
+    model = Inner(lambda *_: gradient(kept[0], x, retain_graph=True))
+    with pytest.raises(RuntimeError, match="got a backward pass inside the forward of"):
+        SelfDataParallel(model, ["cpu"] * 2)(torch.randn(4, 3))
+    sum(kept).sum().backward()
+
+
+@pytest.mark.parametrize("replicate", (False, True))
+def test_a_backward_that_meets_no_layer_is_allowed_inside_forward(replicate):
+    """Before a layer, beside it, and of a weight; what comes out are those of one device."""
+
+    def how(model, x):
+        inner = gradient(model.linear(x), x, retain_graph=True)
+        frozen = model.second.eval()(x)
+        (of_weight,) = torch.autograd.grad(model.linear.weight.square().sum(), model.linear.weight)
+        return model.first(x) * of_weight.sum() + inner + gradient(frozen, x)
+
+    models = [Inner(how) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    x = torch.randn(6, 3)
+    ys = SelfDataParallel(models[0], ["cpu"] * 3, replicate)(x)
+    expected = models[1](x)
+    torch.cat(ys).square().sum().backward()
+    expected.square().sum().backward()
+    assert torch.equal(torch.cat(ys), expected)
+    torch.testing.assert_close(models[0].first.weight.grad, models[1].first.weight.grad)

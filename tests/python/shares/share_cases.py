@@ -3,6 +3,7 @@
 ranks of all worlds. text_*: an error's text, equal on all ranks of a world."""
 
 import functools
+import time
 from pathlib import Path
 
 import timm.optim
@@ -245,6 +246,34 @@ def text_of_a_model_that_fails_on_one_rank(rank, world, folder):
 
     texts = {told(shares, at) for shares in (world, 2 * world) for at in (0, 2)}
     return " or ".join(texts)
+
+
+class Penalty(nn.Module):
+    """Takes a gradient through its layer inside forward, where it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.inner = syncbn.SyncBatchNorm(3), True
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        y = self.norm(x)
+        if not self.inner:
+            return y
+        return y + torch.autograd.grad(y.pow(3).sum(), x, retain_graph=True)[0]
+
+
+def text_of_a_backward_inside_the_forward_of_a_share(rank, world, folder):
+    """The first process has one share, whose backward would be the whole one's."""
+    training = syncbn.Shares(Penalty(), 2 * world - 1)
+    began = time.monotonic()
+    text = caught(RuntimeError, syncbn.DivergenceError)(
+        lambda: training(torch.randn(2 * len(training.mine), 3))
+    )
+    assert time.monotonic() - began < 10
+    training.module.inner = False
+    training(torch.randn(2 * len(training.mine), 3))  # and they go on together
+    return text[text.index("got a backward") : text.index(", expected")]
 
 
 def text_of_a_batch_that_one_rank_refuses(rank, world, folder):

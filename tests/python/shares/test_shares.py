@@ -87,6 +87,8 @@ def test_refusals_reach_every_rank(results, name):
         "text_of_a_buffer_of_another_shape": "ValueError: Shares: parameters and buffers",
         "text_of_a_model_that_fails_on_one_rank": "division by zero",
         "text_of_a_frozen_parameter_on_one_rank": "weight, bias on rank 1",
+        "text_of_a_backward_inside_the_forward_of_a_share": "got a backward pass inside "
+        "the forward of one device",
         "text_of_a_batch_that_one_rank_refuses": "got shape (5, 2), expected equal parts for the 2 "
         "shares of this process along the first axis",
     }

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers whose state is no buffer, over ranks; run by test_distributed.py as rank_cases.py is."""
 
+import contextlib
 import copy
+import itertools
+import time
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
-from rank_cases import diverges
+from rank_cases import diverges, raises
 from rank_cases_paths import share
 from support import assert_same_step
 
@@ -88,3 +93,86 @@ def case_meta_tensors_exchange_nothing(rank, world):
         layer = syncbn.SyncBatchNorm(3, device="meta")
         assert layer(torch.empty(4, 3, device="meta")).shape == (4, 3)
     dist.barrier()
+
+
+@contextlib.contextmanager
+def _on_rank_0(rank):
+    """What rank 0 does alone exchanges nothing: nobody is there who would answer."""
+    began = time.monotonic()
+    yield rank == 0
+    assert time.monotonic() - began < 5
+    dist.barrier()
+
+
+def _network(device=None):
+    return nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).to(device=device)
+
+
+def _trains(model, rank, world):
+    """As a step of all ranks."""
+    x = torch.randn(4 * world, 5, generator=torch.Generator().manual_seed(3))
+    model(x[4 * rank :][:4]).sum().backward()
+    assert model[1].state.count == 4 * world and model[1].num_batches_tracked == 1
+
+
+WITHOUT_VALUES = {
+    "fake": FakeTensorMode,
+    "fake, of others' tensors": lambda: FakeTensorMode(allow_non_fake_inputs=True),
+    "functional": FunctionalTensorMode,
+    "meta": contextlib.nullcontext,
+    "made on meta": lambda: torch.device("meta"),
+}
+
+
+def case_what_has_no_values_exchanges_nothing(rank, world):
+    """Converting, making, training, reporting and resetting; and then the real model works, in a
+    group that was there before, and in one that was not."""
+    for (what, mode), limit in itertools.product(WITHOUT_VALUES.items(), (None, 61.5, 62.5)):
+        options = {"timeout": limit and limit + len(what)}
+        if limit is None:
+            _trains(syncbn.convert_sync_batchnorm(_network(), **options), rank, world)
+        real = syncbn.convert_sync_batchnorm(_network(), timeout=47)
+        with _on_rank_0(rank) as alone:
+            if alone:
+                with mode():
+                    model = _network("meta" if what == "meta" else None)
+                    model = syncbn.convert_sync_batchnorm(model, **options)
+                    layer = syncbn.SyncBatchNorm(3, timeout=limit, device=model[0].weight.device)
+                    syncbn.prepare(model)
+                    syncbn.set_group(model, **options)
+                    if what != "functional":
+                        x = torch.empty(4, 5, device=model[0].weight.device)
+                        y = layer(model(x))
+                        assert y.shape == (4, 3)
+                        y.sum().backward()
+                        summed = syncbn.parallel.all_reduce([x, x])
+                        assert [s.shape for s in summed] == [(4, 5)] * 2
+                        raises(NotImplementedError, "without values", model[1], [y, y])
+                    assert "no values" in syncbn.report(model, strict=True)[0].note
+                    syncbn.check(model)
+                    syncbn.reset_groups(model)
+                    if "fake" in what:  # also of a model that is real
+                        syncbn.report(real, strict=True)
+                        syncbn.check(real)
+                        syncbn.reset_groups(real)
+                        syncbn.convert_sync_batchnorm(_network(), **options)
+        _trains(syncbn.convert_sync_batchnorm(_network(), **options), rank, world)
+        _trains(real, rank, world)
+        syncbn.report(real, strict=True)
+
+
+def case_a_model_of_meta_trains_when_it_has_values(rank, world):
+    """Its first step makes the group."""
+    with torch.device("meta"):
+        model = syncbn.convert_sync_batchnorm(_network(), timeout=63.5)
+    model.to_empty(device="cpu")
+    for layer in model:
+        layer.reset_parameters()
+    _trains(model, rank, world)
+
+
+def case_parts_of_the_group_are_made_while_tensors_are_fake(rank, world):
+    """By all ranks: the layer must know them."""
+    with FakeTensorMode():
+        model = syncbn.convert_sync_batchnorm(_network(), group_size=1)
+    assert model[1].state.sharing.name
