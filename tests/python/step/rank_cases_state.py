@@ -105,7 +105,7 @@ def _on_rank_0(rank):
 
 
 def _network(device=None):
-    return nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).to(device=device)
+    return nn.Sequential(nn.Linear(5, 3, device=device), nn.BatchNorm1d(3, device=device))
 
 
 def _trains(model, rank, world):
@@ -134,8 +134,10 @@ def case_what_has_no_values_exchanges_nothing(rank, world):
         real = syncbn.convert_sync_batchnorm(_network(), timeout=47)
         with _on_rank_0(rank) as alone:
             if alone:
+                model = _network()
                 with mode():
-                    model = _network("meta" if what == "meta" else None)
+                    if what != "functional":
+                        model = _network("meta" if what == "meta" else None)
                     model = syncbn.convert_sync_batchnorm(model, **options)
                     layer = syncbn.SyncBatchNorm(3, timeout=limit, device=model[0].weight.device)
                     syncbn.prepare(model)
