@@ -97,6 +97,7 @@ class OnHost(Transport):
     def refuse(self, call, error, x=None, parameter=None):
         reason = str(error).removeprefix(f"{call}, {self.peers}: ")
         text = f"{call}: {type(error).__name__}: {reason}"
+        error.told_to = self.peers.group_name  # for what tells it to further ranks
 
         def tell() -> None:
             with without_modes():
@@ -179,12 +180,12 @@ def _difference(texts: dict[int, str]) -> str:
         for rank, call in calls.items():
             by_value.setdefault(call.get(name, "none"), []).append(rank)
         if len(by_value) > 1:
-            values = (f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
+            values = (f"{value} on {ranks_text(ranks)}" for value, ranks in by_value.items())
             differing.append(f"{name}: {', '.join(values)}")
     return "; ".join(differing) or "in something that their errors do not show"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" * (len(ranks) > 8))
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
@@ -269,7 +270,7 @@ def check_present(backward: Backward, peers: Peers | None, call: Call) -> None:
     if not backward.absent:
         return
     raise DivergenceError(
-        f"{call}, {peers}: {_ranks(backward.absent)} made the forward without gradients "
+        f"{call}, {peers}: {ranks_text(backward.absent)} made the forward without gradients "
         "(torch.no_grad, or neither an input nor a parameter that requires one) and cannot come to "
         "this backward; expected gradients on all ranks or on none"
     )

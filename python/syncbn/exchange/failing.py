@@ -89,7 +89,7 @@ class Member:
             why, self.to_tell = self.to_tell, ""
             store.set("left", why)
         elif not self.left and store.check(["left"]):
-            self.left = store.get("left").decode()
+            self.left = store.get("left").decode(errors="replace")
         asked = store.add("asked", 0)
         while self.answered < asked:
             self.answered += 1
@@ -184,7 +184,7 @@ def _others(peers: Peers) -> str:
         while missing and time.monotonic() < until:
             for rank in sorted(missing):
                 if store.check([f"{number}/{rank}"]):
-                    answers[rank] = store.get(f"{number}/{rank}").decode()
+                    answers[rank] = store.get(f"{number}/{rank}").decode(errors="replace")
                     missing.remove(rank)
             time.sleep(0.02)
 

@@ -2,6 +2,7 @@
 """Groups of ranks that exchange statistics: made once per group of the caller's, rebuilt on demand,
 and parts of the default group where group_size or group asks for them."""
 
+import contextlib
 import datetime
 import hashlib
 import logging
@@ -103,7 +104,7 @@ def own_group(key: Key, patience: float, who: str | Callable[[], str] = "syncbn"
     _unmade[key] = patience
     try:
         topic = f"syncbn/group/{label}"
-        name, number, place = meeting.meet(topic, ranks, rank, patience, offer, make)
+        name, number, place = meeting.meet(topic, ranks, rank, patience, offer, make, form=(0, ""))
     except BaseException as error:
         if isinstance(error, DivergenceError):  # to be asked for in another way
             del _unmade[key]
@@ -147,6 +148,14 @@ def peers(sharing: Sharing, who: str | Callable[[], str] = "syncbn") -> Peers | 
     if asked is None:
         return None
     return own_group(*asked, who)
+
+
+def made(sharing: Sharing) -> Peers | None:
+    """Finds those of peers() whose group is there, without making it."""
+    with contextlib.suppress(RuntimeError):  # the caller's group is gone
+        asked = asked_of(sharing)
+        return None if asked is None else _own_groups.get(asked[0])
+    return None
 
 
 def is_made_ahead(sharing: Sharing) -> bool:
@@ -225,6 +234,11 @@ def peers_of(*sharing) -> Peers | None:
     return training_peers(Sharing(*sharing), "syncbn.ops.batch_norm")
 
 
+def without_absent() -> list[Peers]:
+    """Lists the groups that the next leave_out() drops."""
+    return [_own_groups[key] for key in _without_absent if key in _own_groups]
+
+
 def leave_out(ranks: Iterable[int]) -> None:
     """Leaves ranks (global numbers) out of what peers() gives from now on. It is called by all
     other ranks between the same two exchanges; drops the groups made since the call before."""
@@ -287,7 +301,8 @@ def rebuild(sharings: dict[Sharing, str] | None = None) -> None:
     limit = limit_of(resolve(None))
     offer = meeting.Offer(who, value=value)
     everybody = tuple(range(world)), dist.get_rank()
-    told = meeting.meet("syncbn/reset", *everybody, limit, offer, begins_anew=True)
+    form = {"": 0}, {"": (0, "")}
+    told = meeting.meet("syncbn/reset", *everybody, limit, offer, begins_anew=True, form=form)
     lines = []
     for digest, (number, text) in dict(item for _, own in told for item in own.items()).items():
         ranks = [rank for rank, (_, own) in enumerate(told) if digest in own]
@@ -381,5 +396,5 @@ def _nccl_part(parts: list[list[int]], rank: int) -> str:
 def gather_text(text: str, who: str) -> list[str]:
     """Gives every rank's text, through the store: on every backend, without a device."""
     ranks, limit = tuple(range(dist.get_world_size())), limit_of(resolve(None))
-    offer = meeting.Offer(who, value=text)
-    return meeting.meet("syncbn/text", ranks, dist.get_rank(), limit, offer)
+    offer = meeting.Offer(who, f"texts of {who}", text)
+    return meeting.meet("syncbn/text", ranks, dist.get_rank(), limit, offer, form="")

@@ -10,6 +10,7 @@ comes begins a round, under a random token, and ranks that wait follow to it: wh
 last round was alive when the last rank came. No clock and no counter of a launcher decides that.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -18,12 +19,13 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
 from . import apart
+from .texts import Malformed, Offer, decoded, load, parts, verdict_of
 
 #: Seconds that connecting has at least, once all ranks have come.
 CONNECTING = 5.0
@@ -39,7 +41,6 @@ _READ_AT_ONCE = 8
 _beginning = 0
 
 _ALL = "all"
-_KINDS = {kind.__name__: kind for kind in (ExchangeTimeout, PeerLost)}
 
 
 _IMPORTED = time.time()
@@ -48,19 +49,6 @@ _rounds: dict[str, list[str]] = {}
 #: By topic: the attempt that waits now.
 _waiting: dict[str, "_Attempt"] = {}
 os.register_at_fork(after_in_child=_waiting.clear)
-
-
-class Offer(NamedTuple):
-    """Holds what a rank announces. who: the layer or function that needs the group. asks: what all
-    ranks must ask for alike, as a text. value: what the others need of this rank."""
-
-    who: str
-    asks: str = ""
-    value: Any = None
-    process: tuple = ()
-    round: str = ""
-    at: float = 0.0
-    beginning: int = 0
 
 
 class _Over(Exception):
@@ -123,19 +111,23 @@ def _refusal(kind: type[Exception], text: str) -> str:
     return json.dumps([kind.__name__, text, time.time(), _beginning])
 
 
-def _parts(now: str) -> tuple[str, str, str]:
-    token, whole, *verdict = now.split(" ", 2)
-    return token, whole, "".join(verdict)
-
-
 class _Attempt:
     """One attempt of these ranks to meet. The key "now" has the token of the last round, that of
     the round before to which all came, and when the last round is over its verdict."""
 
-    def __init__(self, topic: str, ranks: tuple[int, ...], rank: int, limit: float, offer: Offer):
+    def __init__(
+        self,
+        topic: str,
+        ranks: tuple[int, ...],
+        rank: int,
+        limit: float,
+        offer: Offer,
+        form: Any = None,
+    ) -> None:
         self.ranks, self.rank = ranks, rank
         self.limit, self.until = limit, time.monotonic() + limit
         self.offer = offer._replace(process=_process(), beginning=_beginning)
+        self._form = ("", "", form, (0, "", ""), "", 0.0, 0)
         #: the first whose failures are errors of this rank, too
         self.beginning: float = _beginning
         self.topic = f"{topic}/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
@@ -151,12 +143,33 @@ class _Attempt:
         self._looked = time.monotonic()
 
     def run(self, make: Callable | None) -> Any:
-        global _beginning
         self.store = dist.PrefixStore(self.topic, dist.distributed_c10d._get_default_store())
-        self._wait_for_all()
-        self._missing = []
-        texts = self.store.multi_get([f"{self.round}/came/{r}" for r in range(len(self.ranks))])
-        self.offers = {r: Offer(*json.loads(text)) for r, text in enumerate(texts)}
+        try:
+            self._wait_for_all()
+            self._missing = []
+            try:
+                self._read_all()
+            except Malformed as error:
+                self._swap(self._made_key(), "", self._leaves(str(error)))
+                raise
+            return self._meet(make)
+        except Malformed as error:
+            raise _Over(PeerLost, str(error)) from None
+
+    def _read_all(self) -> None:
+        keys = [f"{self.round}/came/{rank}" for rank in range(len(self.ranks))]
+        texts = zip(keys, self.store.multi_get(keys), strict=True)
+        self.offers = {r: self._offer(key, text) for r, (key, text) in enumerate(texts)}
+
+    def _offer(self, key: str, text: bytes) -> Offer:
+        return Offer(*load(key, text, self._form))
+
+    def _made_key(self) -> str:
+        return f"{self.round}/made/verdict"
+
+    def _meet(self, make: Callable | None) -> Any:
+        """Does what follows when all have come."""
+        global _beginning
         offers = list(self.offers.values())
         if len({offer.asks for offer in offers}) > 1:
             lines = (f"rank {r}: {offer.who}, {offer.asks}" for r, offer in enumerate(offers))
@@ -177,9 +190,9 @@ class _Attempt:
         mine = f"{fresh} -"
         now = self._swap("now", "", mine)
         while now != mine:
-            token, whole, verdict = _parts(now)
+            token, whole, verdict = parts(now)
             if verdict not in ("", _ALL) and token not in self.before:
-                *_, at, beginning = json.loads(verdict)
+                *_, at, beginning = verdict_of(verdict)
                 if at >= self.since and beginning >= self.beginning:
                     self.round = token
                     self._raise(verdict, "came")
@@ -194,8 +207,8 @@ class _Attempt:
         self._begin_round()
         pause = 0.001
         while True:
-            now = self.store.get("now").decode()
-            token, whole, verdict = _parts(now)
+            now = decoded("now", self.store.get("now"))
+            token, whole, verdict = parts(now)
             if whole == self.round:  # and meanwhile some met again
                 return
             if self.left and _rounds[self.topic] is not self.rounds:  # it has come again
@@ -231,13 +244,13 @@ class _Attempt:
             if stage == "came":
                 self._swap("now", self._open, f"{self._open} {_ALL}")
             else:
-                self._swap(f"{self.round}/{stage}/verdict", "", _ALL)
+                self._swap(self._made_key(), "", _ALL)
 
     def _wait_until_made(self, making: Future) -> None:
-        key, pause = f"{self.round}/made/verdict", 0.001
+        key, pause = self._made_key(), 0.001
         waits = True
         while True:
-            verdict = self.store.get(key).decode() if self.store.check([key]) else ""
+            verdict = decoded(key, self.store.get(key)) if self.store.check([key]) else ""
             if not verdict:
                 reason = self._reason()
                 if waits and making.done():
@@ -258,11 +271,11 @@ class _Attempt:
             pause = min(2 * pause, 0.1)
 
     def _swap(self, key: str, expected: str, value: str) -> str:
-        return self.store.compare_set(key, expected, value).decode()
+        return decoded(key, self.store.compare_set(key, expected, value))
 
     def _raise(self, verdict: str, stage: str) -> NoReturn:
-        kind, text, *_ = json.loads(verdict)
-        raise _Over(_KINDS[kind], f"{text}; {self._others(stage)}")
+        kind, text, *_ = verdict_of(verdict)
+        raise _Over(kind, f"{text}; {self._others(stage)}")
 
     def _leaves(self, why: str) -> str:
         return _refusal(PeerLost, f"rank {self.rank} left the group: {why}")
@@ -276,7 +289,10 @@ class _Attempt:
             return _refusal(ExchangeTimeout, f"not all ranks came within {self.limit:g} s")
         if now > self._looked + _LOOK:
             self._looked = now
-            self._read(_READ_AT_ONCE)
+            try:
+                self._read(_READ_AT_ONCE)
+            except Malformed as error:
+                return self._leaves(str(error))
             ended = [r for r, offer in self.offers.items() if _has_ended(offer.process)]
             if ended:
                 return _refusal(PeerLost, f"rank {ended[0]} ended while the group was made")
@@ -291,7 +307,7 @@ class _Attempt:
         for rank in looked:
             key = f"came/{rank}"
             if self.store.check([key]):
-                offer = Offer(*json.loads(self.store.get(key)))
+                offer = self._offer(key, self.store.get(key))
                 if offer.at >= self.since:  # else of another process, which may have ended
                     self.offers[rank] = offer
                 if offer.round == self.round:
@@ -301,7 +317,8 @@ class _Attempt:
     def _others(self, stage: str) -> str:
         """Says where the other ranks are, a line for each."""
         if stage == "came":
-            self._read(len(self._missing))
+            with contextlib.suppress(Malformed):
+                self._read(len(self._missing))
         lines = []
         for rank in self._all_others():
             offer = self.offers.get(rank)
@@ -327,17 +344,19 @@ def meet(
     offer: Offer,
     make: Callable[[list[Offer], str], Any] | None = None,
     begins_anew: bool = False,
+    form: Any = None,
 ) -> Any:
     """Waits for all of `ranks` (global numbers, of which this process is the one at place `rank`),
     then runs make(the ranks' offers, a key of the store that is this attempt's), in another
     thread. Returns what it gives, or without it the values that ranks offer. begins_anew: what
-    failed before concerns none of these ranks any more.
+    failed before concerns none of these ranks any more. form: a value that is like those which
+    ranks offer, as _fits() compares them.
 
     Raises ExchangeTimeout, PeerLost or DivergenceError on every rank, after `limit` seconds and a
     few at most.
     """
     place = f"{offer.who}, while the group is made, rank {rank} of {len(ranks)}"
-    attempt = _Attempt(topic, ranks, rank, limit, offer)
+    attempt = _Attempt(topic, ranks, rank, limit, offer, form)
     if begins_anew:
         attempt.beginning = math.inf
     try:

@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 
 from ..nn import SyncBatchNorm
 from ..step.options import ACTIVATIONS, ActivationName
+from .frozen import is_frozen
 
 #: What is converted without being registered.
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -102,12 +103,13 @@ def set_class(layer: nn.Module, cls: type[_Layer]) -> _Layer:
 
 
 def holds_statistics(module: nn.Module) -> bool:
-    """Tells whether the module is a batch norm, by its class or by its buffers."""
+    """Tells whether the module is a batch norm, by its class or by its buffers, and not frozen."""
     if isinstance(module, _BatchNorm):
         return True
     if isinstance(module, _InstanceNorm):
         return False
-    return "running_mean" in module._buffers and "running_var" in module._buffers
+    own = "running_mean" in module._buffers and "running_var" in module._buffers
+    return own and not is_frozen(module)
 
 
 def left_alone(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

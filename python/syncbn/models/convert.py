@@ -169,11 +169,12 @@ def convert_sync_batchnorm(
     already. An argument that is None leaves these as they are, and is the default of SyncBatchNorm
     for the others. A torch.nn.SyncBatchNorm keeps its process group.
 
-    Layers of other classes that hold running_mean and running_var, except InstanceNorm, are left as
-    they are, and one UserWarning names them. register_conversion tells how to convert such a class.
-    timm's BatchNormAct2d and SyncBatchNormAct are known already. Bound methods of the layers that
-    modules hold, as patches of forward do, become those of the new class. One UserWarning names
-    layers whose patch calls none.
+    Layers of other classes that hold running_mean and running_var are left as they are, and one
+    UserWarning names them, except InstanceNorm and frozen layers, whose statistics are constants
+    (FrozenBatchNorm2d of torchvision, detectron2 and DETR). register_conversion tells how to
+    convert such a class. timm's BatchNormAct2d and SyncBatchNormAct are known already. Bound
+    methods of the layers that modules hold, as patches of forward do, become those of the new
+    class. One UserWarning names layers whose patch calls none.
 
     Args:
         module: the model, changed in place.

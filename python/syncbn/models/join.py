@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Uneven numbers of batches: ranks that have none left go out of the exchanges."""
 
+import functools
 import sys
 from types import FrameType
 from typing import Any
@@ -8,11 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import Variable
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
+from torch.optim import Optimizer
 
-from ..errors import DivergenceError
-from ..exchange import agreement, callers, groups
+from ..exchange import agreement, callers, failing, groups
 from ..exchange.call import Call, tag_of
 from ..exchange.host import engine_of
 from ..nn import SyncBatchNorm
@@ -20,6 +23,8 @@ from .classes import wrapper
 from .sharing import bring, prepare, sharings_of, statistics_of
 
 _NAME = "syncbn.join"
+#: The method of DistributedDataParallel that takes part in the others' backward pass.
+_SHADOW = "_match_all_reduce_for_bwd_pass"
 _OFF = _JoinConfig.construct_disabled_join_config()
 _ON = _JoinConfig(enable=True, throw_on_early_termination=False, is_first_joinable=False)
 _active: "_Inputs | None" = None
@@ -54,8 +59,9 @@ class _Inputs:
         peers = groups.peers(slowest._replace(name=group.group_name, limit=limit), _NAME)
         self.engine = None if peers is None else engine_of(peers)
         # What ranks must have in common for the exchange that ends the context.
-        same = [(m.state.identity.name, m.num_features, m.track_running_stats) for m in self.layers]
-        self.tag = tag_of(same)
+        self.same = [
+            (m.state.identity.name, m.num_features, m.track_running_stats) for m in self.layers
+        ]
         self.call = Call(_NAME, 0, channels=sum(m.num_features for m in self.layers))
         #: iterations of each rank so far
         self.iterations = dict.fromkeys(self.ranks, 0)
@@ -63,24 +69,23 @@ class _Inputs:
         #: whether the error that ends the context was raised on all ranks
         self.known_error = False
         self.hooks: list[Any] = []
+        #: by model: the hooks that notice its next backward pass
+        self.awaited: dict[nn.Module, list[Any]] = {}
         self.join_hooks = [joinable.join_hook(**options) for joinable in self.joinables]
 
     def meet(self, has_input: bool) -> int:
         """Tells how many ranks have an input for the next iteration; all ranks call it together."""
         what = "next input" if has_input else "no more inputs"
         self.call = self.call._replace(number=(self.call.number or 0) + 1, direction=what)
-        try:
-            numbers = agreement.numbers_of_ranks(int(has_input), self.tag, self.engine, self.call)
-            present = [rank for rank, number in zip(self.ranks, numbers, strict=True) if number]
-            absent = [rank for rank in self.ranks if rank not in present]
-            if self.throw and present and absent:
-                raise RuntimeError(
-                    f"{self.call}: ranks {absent} have exhausted their inputs, ranks {present} "
-                    "have not (throw_on_early_termination)"
-                )
-        except Exception:
+        numbers = self._agree(int(has_input), "", self.call)
+        present = [rank for rank, number in zip(self.ranks, numbers, strict=True) if number]
+        absent = [rank for rank in self.ranks if rank not in present]
+        if self.throw and present and absent:
             self.known_error = True
-            raise
+            raise RuntimeError(
+                f"{self.call}: ranks {absent} have exhausted their inputs, ranks {present} "
+                "have not (throw_on_early_termination)"
+            )
         for rank in present:
             self.iterations[rank] += 1
         if has_input and len(present) < self.left:
@@ -88,6 +93,17 @@ class _Inputs:
             prepare(self.models)
         self.left = len(present)
         return self.left
+
+    def _agree(self, number: int, what: str, call: Call) -> list[int]:
+        self.known_error = True
+        numbers = agreement.numbers_of_ranks(number, tag_of(self.same, what), self.engine, call)
+        self.known_error = False
+        return numbers
+
+    def confirm(self, what: str) -> None:
+        """Begins what ranks cannot leave once they wait in it: collectives of a joinable. A rank
+        that does not come, because of an error, tells that instead."""
+        self._agree(0, what, self.call._replace(direction=what))
 
     def refuse_compiled_around(self) -> None:
         """A compiled caller of the first model goes on with the group of all ranks."""
@@ -112,27 +128,73 @@ class _Inputs:
                 self.meet(has_input=True)
                 self._divide_by_number_of_ranks()
 
-        if "torch._dynamo" in sys.modules:
-            begin = torch.compiler.disable(begin)
-        self.hooks = [self.models[0].register_forward_pre_hook(begin, prepend=True)]
-        self.hooks += [
-            model.register_forward_pre_hook(_refuse_without_backward, prepend=True)
-            for model in self.ddp_models
-        ]
+        def come(model: nn.Module, _args: Any) -> None:
+            self.confirm("forward of another model")
+
+        disable = torch.compiler.disable if "torch._dynamo" in sys.modules else lambda f: f
+        for model in {self.models[0]: None} | dict.fromkeys(self.ddp_models):
+            # After the hooks of the caller's, which may raise; the layers in a plain model's come
+            # after the agreement.
+            hook = disable(begin if model is self.models[0] else come)
+            first = not isinstance(model, DistributedDataParallel)
+            self.hooks.append(model.register_forward_pre_hook(hook, prepend=first))
+        for model in self.ddp_models:
+            refuse = model.register_forward_pre_hook(_refuse_without_backward, prepend=True)
+            self.hooks += [refuse, model.register_forward_hook(disable(self._await_backward))]
+        for joinable in self.joinables:
+            optimizer = getattr(joinable, "optim", None)  # ZeroRedundancyOptimizer's own
+            if isinstance(optimizer, Optimizer):
+                self.hooks.append(optimizer.register_step_post_hook(self._after_local_step))
         for joinable in self.joinables:
             joinable._join_config = _ON
 
+    def _await_backward(self, model: nn.Module, _args: Any, output: Any) -> None:
+        """Has the model's next backward pass begin and end together on all ranks: at its end they
+        wait for gradients."""
+        if not (torch.is_grad_enabled() and model.require_backward_grad_sync):
+            return
+        self._forget_backward(model)
+
+        def begin(_gradient: torch.Tensor) -> None:
+            if self._forget_backward(model):
+                self.confirm("backward")
+                Variable._execution_engine.queue_callback(lambda: self.confirm("gradients"))
+
+        tensors = [t for t in _find_tensors(output) if t.requires_grad]
+        # An output may be in an object of which nothing is known.
+        tensors = tensors or [p for p in model.parameters() if p.requires_grad]
+        self.awaited[model] = [tensor.register_hook(begin) for tensor in tensors]
+
+    def _forget_backward(self, model: nn.Module) -> bool:
+        """Tells whether a backward pass was awaited."""
+        hooks = self.awaited.pop(model, [])
+        for hook in hooks:
+            hook.remove()
+        return bool(hooks)
+
+    def _after_local_step(self, *_given: Any) -> None:
+        self.confirm("parameters")
+
     def end(self) -> None:
         """Plays the collectives of the joinables until no rank has inputs; then all are equal."""
+        for model in self.ddp_models:
+            vars(model)[_SHADOW] = functools.partial(self._shadow_backward, model)
         last = True
         while self.meet(has_input=False):
             last = False
-            for hook in self.join_hooks:
+            for joinable, hook in zip(self.joinables, self.join_hooks, strict=True):
+                if isinstance(joinable, DistributedDataParallel) and joinable is not self.models[0]:
+                    self.confirm("forward of another model")
                 hook.main_hook()
         for hook in self.join_hooks:
             hook.post_hook(last)
         self.leave()
         self.share_statistics()
+
+    def _shadow_backward(self, model: DistributedDataParallel) -> None:
+        self.confirm("backward")
+        self.confirm("gradients")
+        getattr(type(model), _SHADOW)(model)
 
     def _divide_by_number_of_ranks(self) -> None:
         """DistributedDataParallel takes the number from what it believes to be a notification."""
@@ -153,6 +215,9 @@ class _Inputs:
         _active = None
         for hook in self.hooks:
             hook.remove()
+        for model in self.ddp_models:
+            self._forget_backward(model)
+            vars(model).pop(_SHADOW, None)
         for joinable in self.joinables:
             joinable._join_config = _OFF
         for model in self.ddp_models:
@@ -160,14 +225,20 @@ class _Inputs:
             model.reducer._set_forward_pass_work_handle(none, True)
         groups.leave_out(())
 
-    def tell(self, error: Exception) -> None:
-        """Raises on the other ranks, which may wait for this one in meet(). Not for long: where
-        they wait is not known."""
+    def tell(self, error: BaseException) -> None:
+        """Raises on the other ranks, which may wait for this one in a layer, and come to an
+        agreement else. Waits for nobody."""
         if self.engine is None or self.known_error:
             return
-        name = self.engine.peers.group_name
-        if not isinstance(error, DivergenceError) or error.group_name != name:
-            self.engine.within(5.0).refuse(self.call, error)
+        own = self.engine.peers
+        know = [getattr(error, name, None) for name in ("group_name", "told_to")]
+        call = self.call._replace(layer=f"{_NAME} on {own}")
+        made = map(groups.made, sharings_of(self.models))
+        apart = [p for p in made if p is not None and p.group_name not in (own.group_name, *know)]
+        for peers in dict.fromkeys([*groups.without_absent(), *apart]):
+            failing.abandon(peers, call, error)
+        if own.group_name not in know:
+            self.engine.refuse(self.call, error)
 
     def share_statistics(self) -> None:
         """Brings what the layers of a group have recorded to its ranks that went out."""
@@ -282,10 +353,10 @@ class join:
         try:
             if error is None:
                 inputs.end()
-        except Exception as at_the_end:
+        except BaseException as at_the_end:
             error = at_the_end
             raise
         finally:
-            inputs.leave()
-            if isinstance(error, Exception):
+            if error is not None:
                 inputs.tell(error)
+            inputs.leave()

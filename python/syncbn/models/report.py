@@ -18,6 +18,7 @@ from ..parallel import SelfDataParallel
 from ..step.options import check_module
 from ..step.surroundings import has_no_values
 from .classes import class_of, conversion_of, evades, holds_statistics
+from .comparing import compare
 
 
 class LayerReport(NamedTuple):
@@ -161,7 +162,8 @@ def report(module: nn.Module, strict: bool = False) -> Report:
     """Lists what each batch norm layer of `module` does.
 
     It lists all layers derived from PyTorch's batch norm, and all others that hold running_mean and
-    running_var, except InstanceNorm. It reads the counts from the layers' device.
+    running_var, except InstanceNorm and frozen layers, whose statistics are constants. It reads the
+    counts from the layers' device.
 
     If the groups of the layers are not made yet, this is a collective call of their ranks. With
     `strict` it is one of all ranks of the default group. It is none in a mode that makes tensors
@@ -204,7 +206,7 @@ def report(module: nn.Module, strict: bool = False) -> Report:
     return rows
 
 
-def check(module: nn.Module) -> None:
+def check(module: nn.Module, *, across_ranks: bool = False) -> None:
     """Raises an error if the ranks disagreed in the last training call of a layer of `module`.
 
     On CUDA over NCCL a step waits for nothing. If the ranks' calls differ, or a rank refuses its
@@ -212,12 +214,37 @@ def check(module: nn.Module) -> None:
     calls left on the device, and waits for each device once. It exchanges nothing, and gives the
     same result on all ranks of a group.
 
+    Args:
+        module: the model.
+        across_ranks: compare layers of equal paths between the ranks that share their statistics,
+            too: running statistics by their bits, counters, options (momentum and affine_grad are
+            compared nowhere else), mode, dtypes, and the type of device. All ranks of the default
+            group then make this call together. Without a process group it changes nothing.
+
     Raises:
         DivergenceError: ranks disagreed. The text names the layers, in the order of
-            module.named_modules().
+            module.named_modules(). With across_ranks it is also raised on all ranks alike if
+            layers differ or are missing, with the ranks and what each has; or if another rank
+            raised an error, which it quotes.
+        ExchangeTimeout, PeerLost: across_ranks: a rank does not come, or has ended.
         ValueError: `module` is not a module.
     """
-    layers = layers_of(module)
+    layers, error = [], None
+    try:
+        layers = layers_of(module)
+        _check_last_calls(layers)
+    except Exception as raised:
+        error = raised
+    try:
+        if across_ranks and callers.initialized():
+            compare(layers, error)
+        elif error is not None:
+            raise error
+    finally:
+        error = None
+
+
+def _check_last_calls(layers: Sequence[tuple[str, SyncBatchNorm]]) -> None:
     by_device: dict[torch.device, list[tuple[str, SyncBatchNorm]]] = {}
     for name, layer in layers:
         by_device.setdefault(layer.state.count.device, []).append((name, layer))

@@ -106,8 +106,7 @@ def reset_groups(module: nn.Module | None = None, *, strict: bool = False) -> No
     for path, layer in layers_of(module):
         peers = layer.state.peers(layer.options()) if _exchanges(layer) else None
         if peers is not None:
-            place = ".".join(part for part in path.split(".") if part not in WRAPPERS)
-            layers[peers].append((place or layer.state.find_path(), layer))
+            layers[peers].append((place_of(path, layer), layer))
     errors = []
     for peers in sorted(layers, key=lambda peers: peers.group_name):  # one order on all ranks
         try:
@@ -116,6 +115,12 @@ def reset_groups(module: nn.Module | None = None, *, strict: bool = False) -> No
             errors.append(error)
     if errors:
         raise errors[0]
+
+
+def place_of(path: str, layer: SyncBatchNorm) -> str:
+    """Gives the path of a layer without wrappers, which a rank may have alone."""
+    place = ".".join(part for part in path.split(".") if part not in WRAPPERS)
+    return place or layer.state.find_path()
 
 
 class _Compared(Call):

@@ -3,7 +3,6 @@
 
 import copy
 import pickle
-import re
 import warnings
 
 import pytest
@@ -12,7 +11,6 @@ from torch import nn
 
 import syncbn
 from convert_support import registry  # noqa: F401
-from support import PROJECT
 
 
 def norms_of(net):
@@ -52,22 +50,6 @@ def test_torchvision(name, count):
     models = pytest.importorskip("torchvision.models")
     torch.manual_seed(1)
     check_round_trip(models.get_model(name, num_classes=4), torch.randn(2, 3, 32, 32), count)
-
-
-def test_torchvision_frozen_batch_norm_is_left_with_a_warning():
-    """Detection models freeze the backbone's layers; constants need no synchronization."""
-    ops = pytest.importorskip("torchvision.ops")
-    net = nn.Sequential(nn.Conv2d(3, 4, 1), ops.FrozenBatchNorm2d(4), nn.BatchNorm2d(4))
-    with pytest.warns(UserWarning, match=r"FrozenBatchNorm2d: 1\n"):
-        syncbn.convert_sync_batchnorm(net)
-    assert type(net[1]) is ops.FrozenBatchNorm2d and type(net[2]) is syncbn.SyncBatchNorm
-    page = (PROJECT / "docs" / "tutorial.md").read_text(encoding="utf-8")
-    (line,) = re.findall(r"`(syncbn\.register_conversion\(FrozenBatchNorm2d[^`]*)`", page)
-    exec(line, {"syncbn": syncbn, "FrozenBatchNorm2d": ops.FrozenBatchNorm2d})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        syncbn.convert_sync_batchnorm(net)
-    assert syncbn.report(net)[0].note == "left as registered"
 
 
 def test_timm_without_activation():
