@@ -301,9 +301,10 @@ class join:
     It takes the place of torch's Join and of DistributedDataParallel.join for models with
     synchronized layers. Ranks whose loop has ended leave the layers' exchanges. The others exchange
     among themselves, with the bits of a job that has only them. An iteration is one forward call of
-    the first model. The ranks of the process group communicate at the beginning, at the end, and
-    once per iteration. At the end all ranks of a group have the running statistics of those that
-    were the last to have inputs.
+    the first model. The ranks of the process group communicate at the beginning, at the end, once
+    per iteration, and before collectives of DistributedDataParallel and ZeroRedundancyOptimizer, so
+    that an error of one rank comes to those who would wait there. At the end all ranks of a group
+    have the running statistics of those that were the last to have inputs.
 
     Args:
         models: first the model that each iteration calls, then other models and Joinables, such as

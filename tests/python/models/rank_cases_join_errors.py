@@ -100,6 +100,22 @@ def case_join_of_a_backward_pass_of_the_iteration_before(rank, world):
     diverges("no more inputs.*backward|backward.*no more inputs", loop)
 
 
+def case_join_of_a_backward_that_one_rank_skips(rank, world):
+    """The others would wait for it in the all-reduce of gradients."""
+    model = DistributedDataParallel(Network(timeout=20))
+
+    def loop():
+        with syncbn.join(model):
+            for step in range(0 if rank == world - 1 else 3):
+                y = model(batch(rank, step))
+                if rank or step != 1:
+                    y.sum().backward()
+
+    diverges("direction: (next input on .*backward|backward on .*next input)", loop)
+    dist.barrier()
+    new_layer(4, timeout=20)(batch(rank, 0))
+
+
 def case_join_throws_on_early_termination(rank, world):
     model = DistributedDataParallel(Network())
     done = []
