@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _find_tensors
+from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.optim import Optimizer
 
 from ..exchange import agreement, callers, failing, groups
@@ -160,7 +159,7 @@ class _Inputs:
                 self.confirm("backward")
                 Variable._execution_engine.queue_callback(lambda: self.confirm("gradients"))
 
-        tensors = [t for t in _find_tensors(output) if t.requires_grad]
+        tensors = [t for t in distributed._find_tensors(output) if t.requires_grad]
         # An output may be in an object of which nothing is known.
         tensors = tensors or [p for p in model.parameters() if p.requires_grad]
         self.awaited[model] = [tensor.register_hook(begin) for tensor in tensors]
@@ -358,6 +357,8 @@ class join:
             error = at_the_end
             raise
         finally:
-            if error is not None:
-                inputs.tell(error)
-            inputs.leave()
+            try:
+                if error is not None:
+                    inputs.tell(error)
+            finally:
+                inputs.leave()
