@@ -13,7 +13,10 @@ from support import PROJECT
 
 GAP = "…"
 #: Functions of the package that make an error of a text, and the place of the text.
-_PYTHON_MAKERS = {"fail": 1, "_refusal": 1, "_Over": 1, "refuse": 0, "shm_leave": 1, "warning": 0}
+_PYTHON_MAKERS = {
+    **{"fail": 1, "_refusal": 1, "_Over": 1, "refuse": 0, "shm_leave": 1, "warning": 0},
+    "Malformed": 0,
+}
 #: In these files the text of an error is in a variable, or what a function returns.
 _PYTHON_WORDS = {
     "failing.py": ("broken", "why", "late"),
