@@ -25,10 +25,10 @@ CASES = {
 #: Cases of what stands above the exchange. Joins are with three ranks, of which two remain.
 ALIKE = {
     "shared memory": (
-        *("rank_cases_checkpoint", "rank_cases_compile", "rank_cases_convert"),
+        *("rank_cases_check", "rank_cases_checkpoint", "rank_cases_compile", "rank_cases_convert"),
         *("rank_cases_drop_in", "rank_cases_dtensor", "rank_cases_float_modes", "rank_cases_fsdp"),
-        *("rank_cases_mask", "rank_cases_parallel", "rank_cases_patched", "rank_cases_paths"),
-        *("rank_cases_processes", "rank_cases_second", "rank_cases_state"),
+        *("rank_cases_malformed", "rank_cases_mask", "rank_cases_parallel", "rank_cases_patched"),
+        *("rank_cases_paths", "rank_cases_processes", "rank_cases_second", "rank_cases_state"),
         *("rank_cases_streaming", "rank_cases_tensors"),
     ),
     "gloo": ("device_cases", "rank_cases_join", "rank_cases_join_errors", "rank_cases_op"),
