@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A communicator over a framework's all-reduce. Before each message goes a frame, by which ranks
-// that bring another message, refused their call or left are an error on every rank. The framework
-// is three threads here.
+// A communicator over a framework's all-reduce. Ranks that bring another message, refused their
+// call or left are an error on every rank. The framework is three threads here.
 #include <algorithm>
 #include <barrier>
 #include <cstdint>
@@ -9,6 +8,7 @@
 #include <span>
 #include <string>
 #include <syncbn/batch_norm.hpp>
+#include <syncbn/framed_exchange.hpp>
 #include <thread>
 #include <vector>
 
@@ -40,60 +40,15 @@ class AllReduce {
   std::barrier<> everybody_{kRanks};
 };
 
-/// The ranks whose number is such a one.
-template <class Predicate>
-std::vector<int> ranks_where(const std::vector<std::int64_t>& numbers, Predicate is_such) {
-  std::vector<int> ranks;
-  for (int r = 0; r < kRanks; ++r) {
-    if (is_such(numbers[static_cast<std::size_t>(r)])) {
-      ranks.push_back(r);
-    }
-  }
-  return ranks;
-}
-
 /// One rank's end of the framework's group.
-class OwnGroup final : public syncbn::Communicator {
+class OwnGroup final : public syncbn::FramedExchange {
  public:
-  OwnGroup(AllReduce& sum, int rank) : sum_(sum), rank_(rank) {}
-  int rank() const override { return rank_; }
-  int size() const override { return kRanks; }
-
-  void all_reduce_sum(std::span<std::int64_t> words) override {
-    const auto brought = frame(std::ssize(words));
-    const auto absent = ranks_where(brought, [](auto b) { return b < 0; });
-    if (broken_ || !absent.empty()) {
-      throw syncbn::PeerLost("a rank refused its call, or left the group", absent);
-    }
-    const auto other = ranks_where(brought, [&](auto b) { return b != brought[0]; });
-    if (!other.empty()) {
-      throw syncbn::DivergenceError("the ranks bring different lengths", other);
-    }
-    sum_(rank_, words);
-  }
-  void refuse(const std::string&) override { frame(kRefused); }  // the group goes on
-  void abandon(const std::string&) override { frame(kLeft); }    // the group is broken
-  void reset() {                                                 // on all ranks, outside of calls
-    broken_ = false;
-    begin_again();  // layers begin at call 0
-  }
+  OwnGroup(AllReduce& sum, int rank) : FramedExchange(rank, kRanks), sum_(sum) {}
 
  private:
-  /// What the ranks bring to an exchange: that many words, kRefused or kLeft.
-  std::vector<std::int64_t> frame(std::int64_t own) {
-    std::vector<std::int64_t> brought(kRanks);
-    brought[static_cast<std::size_t>(rank_)] = own;
-    if (!broken_) {
-      sum_(rank_, brought);
-      broken_ = std::count(brought.begin(), brought.end(), kLeft) > 0;
-    }
-    return brought;
-  }
-
-  static constexpr std::int64_t kRefused = -1, kLeft = -2;
+  void begin_sum(std::span<std::int64_t> words) override { sum_(rank(), words); }
+  void wait_for_sum() override {}  // begin_sum has waited
   AllReduce& sum_;
-  int rank_;
-  bool broken_ = false;
 };
 
 constexpr std::int64_t kSamples[kRanks] = {10, 0, 90};  // of each rank
@@ -150,7 +105,8 @@ int main() {
         call(kChannels);
       }
       call(kChannels);  // the group is broken
-      group.reset();
+      OwnGroup again(sum, r);
+      layer = syncbn::BatchNorm({.channels = kChannels, .name = "bn"}, again);
       call(kChannels);
     });
   }

@@ -27,20 +27,20 @@ template <class Body>
 auto with_communicator(Communicator& communicator, const Body& body) {
   bool exchanged = false;
   Place place;
-  const Exchange exchange = [&](std::vector<std::int64_t>& message) -> Merged {
-    exchanged = true;
-    communicator.all_reduce_sum(message);
-    const MessageInfo info = read_header(message.data(), place.ranks);
-    if (!info.agree && !info.any_rejected) {
-      throw DivergenceError(
-          "the ranks did not make the same call (layer, batches, direction, channels, dtype, "
-          "epsilon, momentum, use_global_est, and whether there are scale and bias must be equal "
-          "on all of them)");
-    }
-    check_header(info);
-    return {message.data(), message.data() + kHeaderWords, info.dtype, place.ranks};
-  };
-  try {
+  try {  // also around what allocates
+    const Exchange exchange = [&](std::vector<std::int64_t>& message) -> Merged {
+      exchanged = true;
+      communicator.all_reduce_sum(message);
+      const MessageInfo info = read_header(message.data(), place.ranks);
+      if (!info.agree && !info.any_rejected) {
+        throw DivergenceError(
+            "the ranks did not make the same call (layer, batches, direction, channels, dtype, "
+            "epsilon, momentum, use_global_est, and whether there are scale and bias must be equal "
+            "on all of them)");
+      }
+      check_header(info);
+      return {message.data(), message.data() + kHeaderWords, info.dtype, place.ranks};
+    };
     place = place_of(communicator);
     return body(exchange, place.ranks);
   } catch (const std::exception& error) {

@@ -26,15 +26,13 @@ struct MpiHandle {
 
 /// One rank's end of a group whose ranks are those of an MPI communicator.
 ///
-/// Ranks of one node exchange in shared memory, as in a SharedMemoryGroup. The first rank of each
-/// node exchanges over MPI. It tells rank 0 which call its node makes, and rank 0 answers. MPI's
-/// collective begins only when all nodes have come with the same call. More than 17 such ranks
-/// form a tree, in which no rank waits for more than 16 others. If the ranks of a node cannot share
-/// memory, every rank exchanges over MPI in this way.
+/// Ranks of one node exchange in shared memory, as in a SharedMemoryGroup. The first ranks of the
+/// nodes exchange over MPI, as a FramedExchange. If the ranks of a node cannot share memory, every
+/// rank exchanges over MPI in this way.
 ///
 /// If lengths differ, every rank gets DivergenceError, and the group goes on. If a rank refuses an
-/// argument, the others get PeerLost, and the group goes on. If a rank does not come or has left,
-/// the error names it (ExchangeTimeout, PeerLost), unless MPI's collective had begun. The group is
+/// argument, the others get PeerLost when that rank calls MPI again, and the group goes on. If a
+/// rank does not come or has left, the error names it (ExchangeTimeout, PeerLost). The group is
 /// then broken until reset: later calls throw PeerLost. If a call of MPI fails, Error has its text,
 /// and the group is broken.
 ///
@@ -51,10 +49,9 @@ class SYNCBN_API MpiCommunicator final : public Communicator {
   ///
   /// timeout: 1 ms to 2^36 ms (2 years). If a rank does not come, every rank throws
   /// ExchangeTimeout, which names the missing ranks. A missing rank that comes later gets
-  /// ExchangeTimeout or PeerLost. A rank waits for the ranks of its node for `timeout`. Between
-  /// nodes rank 0 waits twice as long for the other ranks, and they wait four times as long for
-  /// rank 0. If no ranks share memory, both waits are half as long. If the ranks form a tree with L
-  /// levels below rank 0, both waits are L times as long.
+  /// ExchangeTimeout or PeerLost. A rank waits for the ranks of its node for `timeout`, and between
+  /// nodes twice as long. Over MPI it then tells all ranks that it is there, and waits half as long
+  /// again for their answers.
   ///
   /// node: the ranks of `communicator` that share memory with this rank, including itself. The
   /// default is MPI's MPI_COMM_TYPE_SHARED. MPI_COMM_SELF on all ranks means no shared memory.

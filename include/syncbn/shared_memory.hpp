@@ -100,6 +100,9 @@ class SYNCBN_API SharedMemoryGroup final : public Communicator {
   /// 0 to size - 1.
   void call_ranks(std::vector<int> numbers, int size);
 
+  /// Returns whether the group is broken until reset. Throws Error in a forked child.
+  [[nodiscard]] bool broken() const;
+
   /// Sets the timeout of this rank, also for an exchange that is under way.
   void set_timeout(std::chrono::milliseconds timeout);
 

@@ -121,18 +121,9 @@ std::unique_ptr<Communicator> way(MPI_Comm all, MPI_Comm given_node, millisecond
   if (most == size_of(all)) {
     return memory;
   }
-  std::vector<std::vector<int>> nodes;
-  std::vector<int> firsts;
-  const std::vector<int> first_of = gathered(first, all);
-  for (int r = 0; r < size_of(all); ++r) {
-    const int its = first_of[static_cast<std::size_t>(r)];
-    if (its == r) {
-      firsts.push_back(r);
-      nodes.emplace_back();
-    }
-    const auto at = std::find(firsts.begin(), firsts.end(), its) - firsts.begin();
-    nodes[static_cast<std::size_t>(at)].push_back(r);
-  }
+  std::vector<int> firsts = gathered(first, all);
+  std::sort(firsts.begin(), firsts.end());
+  firsts.erase(std::unique(firsts.begin(), firsts.end()), firsts.end());
   Owned between;
   SYNCBN_MPI_CHECK("", MPI_Comm_split(all, first == rank ? 0 : MPI_UNDEFINED, rank, &between.comm));
   std::unique_ptr<MpiExchange> exchange;
@@ -140,8 +131,8 @@ std::unique_ptr<Communicator> way(MPI_Comm all, MPI_Comm given_node, millisecond
     // A node tells the others after its own time limit, so they wait for twice as long.
     exchange = std::make_unique<MpiExchange>(between.release(), firsts, size_of(all), 2 * timeout);
   }
-  return std::make_unique<MpiNodes>(std::move(memory), std::move(exchange), std::move(nodes), rank,
-                                    size_of(all), timeout);
+  return std::make_unique<MpiNodes>(std::move(memory), std::move(exchange), rank, size_of(all),
+                                    timeout);
 }
 
 }  // namespace

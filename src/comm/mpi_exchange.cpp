@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/mpi_exchange.hpp"
 
-#include <algorithm>
+#include <atomic>
 #include <limits>
+#include <optional>
 #include <utility>
 
 #include "comm/pause.hpp"
@@ -12,108 +13,181 @@
 namespace syncbn {
 namespace {
 
-/// MPI counts in int.
-int count_of(std::size_t count, const char* what) {
-  if (count > static_cast<std::size_t>(std::numeric_limits<int>::max())) {
-    throw InvalidArgument(std::string(what) + ": got " + std::to_string(count) +
-                          ", expected at most 2^31 - 1");
-  }
-  return static_cast<int>(count);
+using detail::Failure;
+
+constexpr int kTag = 1;
+
+int rank_in(MPI_Comm comm) {
+  int rank = 0;
+  SYNCBN_MPI_CHECK("", MPI_Comm_rank(comm, &rank));
+  return rank;
 }
 
 }  // namespace
 
 MpiExchange::MpiExchange(MPI_Comm comm, std::vector<int> numbers, int group_size,
                          std::chrono::milliseconds timeout)
-    : comm_(comm), timeout_(timeout) {
+    : FramedExchange(rank_in(comm), static_cast<int>(numbers.size()), kMpiFrameWords),
+      comm_(comm),
+      timeout_(timeout),
+      here_(numbers.size()) {
+  call_ranks(std::move(numbers), group_size);
   SYNCBN_MPI_CHECK("", MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN));
-  meeting_ = std::make_unique<MpiMeeting>(comm_, std::move(numbers), group_size, timeout);
+  static std::atomic<std::int64_t> made = 0;
+  group_ = ++made;
+  SYNCBN_MPI_CHECK("", MPI_Allreduce(MPI_IN_PLACE, &group_, 1, MPI_INT64_T, MPI_MAX, comm_));
+  made = group_;
 }
 
 MpiExchange::~MpiExchange() {
   int finalized = 0;
   MPI_Finalized(&finalized);
-  const bool kept = meeting_->broken().has_value() || finalized != 0;
-  meeting_.reset();
-  if (kept) {
-    [[maybe_unused]] const Memory* memory = memory_.release();
-  } else {
+  if (finalized == 0 && !is_broken()) {
+    try {
+      settle();
+      forget_sent();
+    } catch (const Error&) {  // the group is broken
+    }
+  }
+  if (finalized == 0 && !is_broken() && sent_->empty()) {
     MPI_Comm_free(&comm_);
-  }
-}
-
-/// Runs an exchange; an error of this rank that the others do not see makes it leave the group.
-template <class Body>
-void MpiExchange::or_leave(const Body& body) {
-  if (const auto& why = meeting_->broken(); why.has_value()) {
-    throw PeerLost(meeting_->who() + broken_text(*why));
-  }
-  try {
-    meeting_->settle();
-    body();
-  } catch (const DivergenceError&) {
-    throw;
-  } catch (const PeerLost&) {  // one that refused comes again, and otherwise it is broken
-    throw;
-  } catch (const InvalidArgument& error) {
-    refuse(error.what());
-    throw;
-  } catch (const std::exception& error) {
-    abandon(error.what());
-    throw;
+  } else {
+    [[maybe_unused]] const auto* kept = sent_.release();
   }
 }
 
 void MpiExchange::all_reduce_sum(std::span<std::int64_t> words) {
-  or_leave([&] {
-    const int count = count_of(words.size(), "words");
-    meeting_->meet(Kind::kSum, words.size_bytes());
-    // Not in the caller's memory, which may be gone when MPI writes after a timeout.
-    memory_->words.assign(words.begin(), words.end());
-    MPI_Request request = MPI_REQUEST_NULL;
-    SYNCBN_MPI_CHECK(meeting_->who(), MPI_Iallreduce(MPI_IN_PLACE, memory_->words.data(), count,
-                                                     MPI_UINT64_T, MPI_SUM, comm_, &request));
-    finish(request);
-    std::copy(memory_->words.begin(), memory_->words.end(), words.begin());
-  });
+  if (words.size() > static_cast<std::size_t>(std::numeric_limits<int>::max())) {
+    const std::string reason =
+        "words: got " + std::to_string(words.size()) + ", expected at most 2^31 - 1";
+    refuse(reason);
+    throw InvalidArgument(reason);
+  }
+  FramedExchange::all_reduce_sum(words);
 }
 
 void MpiExchange::refuse(const std::string& reason) {
-  const int own = meeting_->number();
-  meeting_->refuse(Answer::kRefused, refused_text(own, reason), {own});
-}
-
-void MpiExchange::fail(const Error& error) {
-  std::string text = error.what();
-  if (text.starts_with(meeting_->who())) {
-    text.erase(0, meeting_->who().size());
-  }
-  if (const auto* divergence = dynamic_cast<const DivergenceError*>(&error)) {
-    meeting_->refuse(Answer::kDivergence, text, divergence->ranks());
-  } else if (const auto* lost = dynamic_cast<const PeerLost*>(&error)) {
-    meeting_->refuse(Answer::kRefused, text, lost->ranks());
-  } else if (const auto* timeout = dynamic_cast<const ExchangeTimeout*>(&error)) {
-    meeting_->leave(Answer::kTimeout, text, timeout->ranks());
-  } else {
-    abandon(text);
+  if (on_mpis_thread()) {
+    FramedExchange::refuse(reason);
   }
 }
 
-void MpiExchange::finish(MPI_Request& request) {
-  using Clock = std::chrono::steady_clock;
+void MpiExchange::fail(const Error& error, bool for_good) {
+  Failure failure = Failure::of(error, who());
+  if (for_good) {
+    leave_with(failure);
+    return;
+  }
+  if (failure.kind == Failure::Kind::kLost) {
+    failure.kind = Failure::Kind::kRefused;
+  }
+  refuse_with(failure);
+}
+
+void MpiExchange::begin_sum(std::span<std::int64_t> words) {
+  MPI_Request& request = sums_.emplace_back(MPI_REQUEST_NULL);
+  SYNCBN_MPI_CHECK(who(), MPI_Iallreduce(MPI_IN_PLACE, words.data(), static_cast<int>(words.size()),
+                                         MPI_UINT64_T, MPI_SUM, comm_, &request));
+}
+
+void MpiExchange::wait_for_sum() {
   const auto start = Clock::now();
+  std::optional<Clock::time_point> said;
+  ++waited_for_;
   for (int done = 0;;) {
-    SYNCBN_MPI_CHECK(meeting_->who(), MPI_Test(&request, &done, MPI_STATUS_IGNORE));
+    SYNCBN_MPI_CHECK(who(), MPI_Test(&sums_.front(), &done, MPI_STATUS_IGNORE));
     if (done != 0) {
+      sums_.pop_front();
       return;
     }
-    if (Clock::now() - start > timeout_) {
-      throw ExchangeTimeout(
-          meeting_->who() + "the exchange began with all ranks and did not end within " +
-          std::to_string(timeout_.count()) + " ms; MPI does not tell which rank is missing");
+    const bool called = hear();
+    const auto now = Clock::now();
+    if (!said.has_value() && (called || now - start > timeout_)) {
+      said = now;
+      tell({});
+    }
+    if (said.has_value() && now - *said > timeout_ / 2) {
+      give_up();
     }
     pause(start);
   }
+}
+
+/// Reads what others have said. Throws the failure of one that has left, unless it left after the
+/// sum that this rank is in, which then comes to its end. Else returns whether one waits in vain
+/// for this sum.
+bool MpiExchange::hear() {
+  for (;;) {
+    if (left_.has_value() &&
+        (waited_for_ > left_->sum || left_->failure.kind == Failure::Kind::kTimeout)) {
+      left_->failure.raise(who());
+    }
+    int there = 0;
+    MPI_Status status;
+    SYNCBN_MPI_CHECK(who(), MPI_Iprobe(MPI_ANY_SOURCE, kTag, comm_, &there, &status));
+    if (there == 0) {
+      break;
+    }
+    Notice notice{};
+    SYNCBN_MPI_CHECK(who(), MPI_Recv(&notice, sizeof(notice), MPI_BYTE, status.MPI_SOURCE, kTag,
+                                     comm_, MPI_STATUS_IGNORE));
+    if (notice.group != group_) {
+      continue;
+    }
+    if (notice.failure.kind != Failure::Kind::kNone) {
+      if (!left_.has_value()) {
+        left_ = notice;
+      }
+      continue;
+    }
+    here_[static_cast<std::size_t>(status.MPI_SOURCE)] = notice.sum;
+  }
+  return std::find(here_.begin(), here_.end(), waited_for_) != here_.end();
+}
+
+/// Nobody hears from a rank that has not come.
+void MpiExchange::give_up() {
+  std::vector<int> missing;
+  for (int r = 0; r < size(); ++r) {
+    if (r != rank() && here_[static_cast<std::size_t>(r)] < waited_for_) {
+      missing.push_back(number(r));
+    }
+  }
+  const std::string text = missing.empty()
+                               ? "all ranks came to the exchange, which did not end within " +
+                                     std::to_string(timeout_.count()) + " ms"
+                               : missing_text(missing, timeout_);
+  const Failure failure = Failure::of(Failure::Kind::kTimeout, text, missing);
+  tell(failure);
+  failure.raise(who());
+}
+
+void MpiExchange::say_farewell(const Failure& failure) {
+  if (on_mpis_thread()) {
+    tell(failure);
+  }
+}
+
+void MpiExchange::tell(const Failure& failure) {
+  forget_sent();
+  sent_->push_back(Sent{Notice{group_, waited_for_, failure}, {}});
+  Sent& sent = sent_->back();
+  for (int r = 0; r < size(); ++r) {
+    if (r != rank()) {
+      SYNCBN_MPI_CHECK(who(), MPI_Isend(&sent.notice, sizeof(Notice), MPI_BYTE, r, kTag, comm_,
+                                        &sent.requests.emplace_back(MPI_REQUEST_NULL)));
+    }
+  }
+}
+
+/// What has arrived.
+void MpiExchange::forget_sent() {
+  sent_->remove_if([&](Sent& sent) {
+    int done = 0;
+    SYNCBN_MPI_CHECK(who(), MPI_Testall(static_cast<int>(sent.requests.size()),
+                                        sent.requests.data(), &done, MPI_STATUSES_IGNORE));
+    return done != 0;
+  });
 }
 
 }  // namespace syncbn

@@ -21,10 +21,8 @@ namespace syncbn {
 class MpiNodes final : public Communicator {
  public:
   /// node: of this rank's node. between: of the first ranks of the nodes; null on other ranks.
-  /// ranks: of each node, in the order of `between`, and in each the order of `node`.
-  MpiNodes(std::unique_ptr<SharedMemoryGroup> node, std::unique_ptr<MpiExchange> between,
-           std::vector<std::vector<int>> ranks, int rank, int size,
-           std::chrono::milliseconds timeout);
+  MpiNodes(std::unique_ptr<SharedMemoryGroup> node, std::unique_ptr<MpiExchange> between, int rank,
+           int size, std::chrono::milliseconds timeout);
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
@@ -35,10 +33,8 @@ class MpiNodes final : public Communicator {
  private:
   std::unique_ptr<SharedMemoryGroup> node_;
   std::unique_ptr<MpiExchange> between_;
-  std::vector<std::vector<int>> ranks_;
   int rank_;
   int size_;
-  int first_ = 0;  ///< of the ranks of this node
   std::chrono::milliseconds timeout_;
   std::vector<std::int64_t> shared_;  ///< what went wrong, and the result
 };

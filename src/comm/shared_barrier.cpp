@@ -125,6 +125,11 @@ void SharedBarrier::check_usable() const {
   }
 }
 
+bool SharedBarrier::broken() const {
+  check_process();
+  return breaker_of(control().state.load()) != kNobody;
+}
+
 void SharedBarrier::arrive() {
   ++number_;
   arrived_at_ = Clock::now();

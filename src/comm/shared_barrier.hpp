@@ -83,6 +83,8 @@ class SharedBarrier {
 
   /// Throws PeerLost if the group is broken, Error in a forked child.
   void check_usable() const;
+  /// Whether it is broken.
+  bool broken() const;
   /// Throws Error in a forked child.
   void check_process() const;
   /// From here on waits share one time limit.

@@ -144,6 +144,8 @@ void SharedMemoryGroup::call_ranks(std::vector<int> numbers, int size) {
   state_->barrier().call_ranks(std::move(numbers), static_cast<std::size_t>(size));
 }
 
+bool SharedMemoryGroup::broken() const { return state_->barrier().broken(); }
+
 void SharedMemoryGroup::set_timeout(milliseconds timeout) {
   check_timeout(timeout);
   state_->barrier().set_timeout(timeout);

@@ -14,9 +14,7 @@
 namespace syncbn {
 namespace {
 
-/// The caller leaves it in step.info[1], where backward finds it, once nothing is refused any more.
 std::uint32_t tag_of(const ForwardStep& step) {
-  check_array("info", step.info, kInfoWords);
   const std::uint64_t call = step.call == nullptr ? 0 : static_cast<std::uint64_t>(*step.call);
   return fingerprint(step.layer, call, Direction::kForward, step.pass.x.sizes[1], step.pass.eps);
 }
@@ -39,7 +37,6 @@ void sums(const ForwardStep& step, std::int64_t* message, const Execution& execu
     local_moments(p.x, p.mask, message, tag, execution);
   }
   message[kHeaderBackward] = step.backward;
-  step.info[1] = tag;
 }
 
 void update(const ForwardStep& step, const Execution&) {
@@ -75,6 +72,7 @@ void statistics(const ForwardStep& step, const Merged& merged, const Execution& 
     finalize_moments(info, merged.words, p.mean, p.var, p.rstd, channels, p.eps, execution);
   }
   step.info[0] = info.count;
+  step.info[1] = merged.header[kHeaderFingerprint] / merged.ranks;  // all ranks have this one
   update(step, execution);
 }
 

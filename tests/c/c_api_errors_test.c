@@ -87,7 +87,7 @@ static outcome* run_outcome(change_call* change) {
   return o;
 }
 
-static void welford_gathers(void) {
+static void welford_is_the_same_on_all_ranks(void) {
   outcome* o = run_outcome(to_welford);
   for (int r = 0; r < RANKS; ++r) {
     EXPECT(o->status[r] == SYNCBN_OK);
@@ -409,7 +409,7 @@ static void what_has_nothing_to_return_takes_null(void) {
 }
 
 void test_errors(void) {
-  welford_gathers();
+  welford_is_the_same_on_all_ranks();
   different_calls_are_an_error_on_every_rank();
   a_refused_argument_reaches_the_other_rank();
   sizes_of_structs();

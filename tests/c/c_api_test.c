@@ -10,19 +10,21 @@
 #include "group.h"
 #include "step.h"
 
-static step_memory expected_step(void) {
+static step_memory expected_step(int residual) {
   step_memory m;
   fill(&m);
-  reference_step(&m);
+  reference_step(&m, residual);
   return m;
 }
 
 static void layer_step_by_c(const views* v, const syncbn_communicator* communicator,
                             syncbn_executor* executor) {
   const syncbn_batch_norm_options options = options_of_reference();
-  const syncbn_forward_arguments f = forward_arguments(v);
-  const syncbn_backward_arguments b = backward_arguments(v);
-  const syncbn_evaluate_arguments e = evaluate_arguments(v);
+  syncbn_forward_arguments f = forward_arguments(v);
+  syncbn_backward_arguments b = backward_arguments(v);
+  syncbn_evaluate_arguments e = evaluate_arguments(v);
+  f.residual = e.residual = &v->residual;
+  b.dresidual = &v->dresidual;
   syncbn_batch_norm* layer = NULL;
   syncbn_saved* saved = NULL;
   EXPECT_OK(syncbn_batch_norm_create(&options, communicator, &layer));
@@ -47,7 +49,7 @@ static void backwards(void* user_data, int64_t begin, int64_t end, int64_t grain
 }
 
 static void threads_of_the_caller_exact(void) {
-  const step_memory expected = expected_step();
+  const step_memory expected = expected_step(1);
   fixture x;
   make_fixture(&x);
   int pieces = 0;
@@ -61,7 +63,7 @@ static void threads_of_the_caller_exact(void) {
 }
 
 static void one_rank_exact(void) {
-  const step_memory expected = expected_step();
+  const step_memory expected = expected_step(1);
   for (int threads = 0; threads < 3; ++threads) {
     fixture x;
     make_fixture(&x);
@@ -77,7 +79,7 @@ static void one_rank_exact(void) {
 
 /* A saved is filled again by a later forward, and a backward leaves it as it is. */
 static void saved_again_exact(void) {
-  const step_memory expected = expected_step();
+  const step_memory expected = expected_step(0);
   fixture x;
   make_fixture(&x);
   make_layer(&x, syncbn_self_communicator());
@@ -103,7 +105,7 @@ static void saved_again_exact(void) {
 
 /* The momentum of later forwards; one that is refused changes nothing. */
 static void momentum_exact(void) {
-  const step_memory expected = expected_step();
+  const step_memory expected = expected_step(0);
   fixture x;
   make_fixture(&x);
   int64_t batches = 0;
@@ -147,7 +149,7 @@ static void step_of_rank(void* context, int rank) {
 
 static void expect_the_bits_of_one(const syncbn_communicator* zero,
                                    const syncbn_communicator* one) {
-  const step_memory expected = expected_step();
+  const step_memory expected = expected_step(1);
   step_memory batch;
   fill(&batch);
   two_ranks t = {{*zero, *one}, &batch, {batch, batch}};
@@ -303,7 +305,7 @@ static int place_in_rows(int i) {
 
 /* Row-major by default; other strides are told. Channels-last memory, the same values. */
 static void strides_exact(void) {
-  const step_memory expected = expected_step();
+  const step_memory expected = expected_step(0);
   fixture f;
   make_fixture(&f);
   make_layer(&f, syncbn_self_communicator());

@@ -31,15 +31,16 @@ struct Views {
 
 }  // namespace
 
-void reference_step(step_memory* m) {
+void reference_step(step_memory* m, int residual) {
   const Views v(m);
+  const TensorView added = residual != 0 ? v.input(m->residual) : TensorView();
   BatchNorm layer = v.layer();
   Saved saved;
   layer.forward({.x = v.input(m->x),
                  .mask = v.mask,
                  .weight = v.entries(m->weight),
                  .bias = v.entries(m->bias),
-                 .residual = v.input(m->residual),
+                 .residual = added,
                  .y = v.output(m->y),
                  .running_mean = v.written(m->running_mean),
                  .running_var = v.written(m->running_var)},
@@ -52,14 +53,14 @@ void reference_step(step_memory* m) {
                   .dx = v.output(m->dx),
                   .dweight = v.written(m->dweight),
                   .dbias = v.written(m->dbias),
-                  .dresidual = v.output(m->dresidual),
+                  .dresidual = residual != 0 ? v.output(m->dresidual) : MutableTensorView(),
                   .affine = AffineGradients::kGlobal},
                  saved);
   layer.evaluate({.x = v.input(m->x),
                   .mask = v.mask,
                   .weight = v.entries(m->weight),
                   .bias = v.entries(m->bias),
-                  .residual = v.input(m->residual),
+                  .residual = added,
                   .running_mean = v.entries(m->running_mean),
                   .running_var = v.entries(m->running_var),
                   .y = v.output(m->evaluated)});

@@ -91,7 +91,6 @@ syncbn_forward_arguments forward_arguments(const views* v) {
                                               .mask = &v->mask,
                                               .weight = &v->weight,
                                               .bias = &v->bias,
-                                              .residual = &v->residual,
                                               .y = &v->y,
                                               .running_mean = &v->running_mean,
                                               .running_var = &v->running_var,
@@ -109,7 +108,6 @@ syncbn_backward_arguments backward_arguments(const views* v) {
                                                .dx = &v->dx,
                                                .dweight = &v->dweight,
                                                .dbias = &v->dbias,
-                                               .dresidual = &v->dresidual,
                                                .affine = SYNCBN_GLOBAL};
   return arguments;
 }
@@ -120,7 +118,6 @@ syncbn_evaluate_arguments evaluate_arguments(const views* v) {
                                                .mask = &v->mask,
                                                .weight = &v->weight,
                                                .bias = &v->bias,
-                                               .residual = &v->residual,
                                                .running_mean = &v->running_mean,
                                                .running_var = &v->running_var,
                                                .y = &v->evaluated};

@@ -47,7 +47,7 @@ void view(views* v, step_memory* m, int first, int last);
 
 syncbn_batch_norm_options options_of_reference(void);
 
-/* With all that views have. */
+/* With all that views have; the residual and its gradient are absent. */
 syncbn_forward_arguments forward_arguments(const views* v);
 syncbn_backward_arguments backward_arguments(const views* v);
 syncbn_evaluate_arguments evaluate_arguments(const views* v);
@@ -72,8 +72,8 @@ void make_fixture(fixture* x);
 void make_layer(fixture* x, const syncbn_communicator* communicator);
 void destroy_fixture(fixture* x);
 
-/* A step by the C++ interface, with the options of reference. */
-void reference_step(step_memory* m);
+/* A step by the C++ interface, with the options of reference; with a residual or without. */
+void reference_step(step_memory* m, int residual);
 
 /* The backward of an evaluation with these running statistics: dx, dweight and dbias. */
 void reference_evaluate_backward(step_memory* m);

@@ -39,7 +39,8 @@ class Groups : public ::testing::TestWithParam<std::tuple<GroupKind, int>> {
 };
 INSTANTIATE_TEST_SUITE_P(, Groups,
                          ::testing::Combine(::testing::Values(GroupKind::kThreads,
-                                                              GroupKind::kSharedMemory),
+                                                              GroupKind::kSharedMemory,
+                                                              GroupKind::kFramed),
                                             ::testing::Values(1, 2, 3, 8, 64)),
                          [](const auto& test) {
                            return name(std::get<0>(test.param)) +

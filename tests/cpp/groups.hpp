@@ -8,13 +8,16 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <exception>
+#include <future>
 #include <memory>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "syncbn/communicator.hpp"
+#include "syncbn/framed_exchange.hpp"
 #include "syncbn/shared_memory.hpp"
 
 namespace syncbn::testing {
@@ -32,10 +35,12 @@ inline void gather(Communicator& group, std::span<const std::byte> mine, std::sp
   }
 }
 
-enum class GroupKind { kThreads, kSharedMemory };
+enum class GroupKind { kThreads, kSharedMemory, kFramed };
 
 inline std::string name(GroupKind kind) {
-  return kind == GroupKind::kThreads ? "Threads" : "SharedMemory";
+  return kind == GroupKind::kThreads        ? "Threads"
+         : kind == GroupKind::kSharedMemory ? "SharedMemory"
+                                            : "Framed";
 }
 
 class Group {
@@ -78,10 +83,54 @@ class SharedMemoryRanks final : public Group {
   std::vector<std::unique_ptr<SharedMemoryGroup>> ranks_;
 };
 
+/// Over an all-reduce of threads that goes on by itself, as a network's does.
+class FramedEnd final : public FramedExchange {
+ public:
+  explicit FramedEnd(Communicator& end) : FramedExchange(end.rank(), end.size(), 40), end_(end) {}
+
+ private:
+  void begin_sum(std::span<std::int64_t> words) override {
+    last_ = std::async(std::launch::async, [this, words, before = last_] {
+              if (before.valid()) {
+                before.wait();
+              }
+              end_.all_reduce_sum(words);
+            }).share();
+    sums_.push_back(last_);
+  }
+  void wait_for_sum() override {
+    const auto sum = sums_.front();
+    sums_.pop_front();
+    sum.get();
+  }
+
+  Communicator& end_;
+  std::shared_future<void> last_;
+  std::deque<std::shared_future<void>> sums_;
+};
+
+class FramedRanks final : public Group {
+ public:
+  FramedRanks(int size, std::chrono::milliseconds timeout) : group_(size, timeout) {
+    for (int r = 0; r < size; ++r) {
+      ranks_.emplace_back(group_.rank(r));
+    }
+  }
+  int size() const override { return group_.size(); }
+  Communicator& rank(int rank) override { return ranks_.at(static_cast<std::size_t>(rank)); }
+
+ private:
+  ThreadGroup group_;
+  std::deque<FramedEnd> ranks_;
+};
+
 inline std::unique_ptr<Group> make_group(
     GroupKind kind, int size, std::chrono::milliseconds timeout = ThreadGroup::kDefaultTimeout) {
   if (kind == GroupKind::kThreads) {
     return std::make_unique<Threads>(size, timeout);
+  }
+  if (kind == GroupKind::kFramed) {
+    return std::make_unique<FramedRanks>(size, timeout);
   }
   return std::make_unique<SharedMemoryRanks>(size, timeout);
 }

@@ -13,6 +13,7 @@
 #include "step/passes.hpp"
 #include "support.hpp"
 #include "syncbn/error.hpp"
+#include "syncbn/step.hpp"
 
 namespace syncbn::testing {
 namespace {
@@ -240,6 +241,25 @@ TEST(Header, DisagreementGivesNan) {
                      serial_executor());
   EXPECT_TRUE(std::isnan(coefficients[0]));
   EXPECT_TRUE(std::isnan(dweight[1]));
+}
+
+TEST(Doors, FinishWritesAllThatBackwardNeedsOfTheForward) {
+  const Tensor x(DType::kFloat32, {2, 1, 3}, {1, 2, 3, 4, 5, 6});
+  const std::int64_t call = 5;
+  std::vector<std::int64_t> message(static_cast<std::size_t>(message_words(DType::kFloat32, 1)));
+  std::vector<std::int64_t> back = message;
+  const ForwardStep begin{.pass = {.x = x.view()}, .layer = 3, .call = &call};
+  forward_begin(begin, message.data(), {});  // in a framework that shares no memory with finish
+  double mean = 0, var = 0, rstd = 0;
+  std::int64_t info[kInfoWords] = {-9, -9};
+  const ForwardStep finish{.pass = {.x = x.view(), .mean = &mean, .var = &var, .rstd = &rstd},
+                           .info = info};
+  forward_finish(finish, {message.data(), message.data() + kHeaderWords, DType::kFloat32, 1}, {});
+  EXPECT_EQ(info[0], 6);
+  EXPECT_EQ(info[1], fingerprint(3, 5, Direction::kForward, 1, 1e-5));
+  const BackwardStep backward{{.dy = x.view(), .x = x.view(), .mean = &mean, .rstd = &rstd}, info};
+  backward_begin(backward, back.data(), nullptr, {});
+  EXPECT_EQ(back[kHeaderFingerprint], backward_fingerprint(static_cast<std::uint32_t>(info[1])));
 }
 
 }  // namespace

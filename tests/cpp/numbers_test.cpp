@@ -38,9 +38,6 @@ class Claims final : public Communicator {
   int rank() const override { return said.rank; }
   int size() const override { return said.ranks; }
   void all_reduce_sum(std::span<std::int64_t> words) override { inner_.all_reduce_sum(words); }
-  void all_gather(std::span<const std::byte> in, std::span<std::byte> out) override {
-    inner_.all_gather(in, out);
-  }
   void abandon(const std::string& reason) override { inner_.abandon(reason); }
   void refuse(const std::string& reason) override { inner_.refuse(reason); }
   void reset() { begin_again(); }

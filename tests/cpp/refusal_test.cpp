@@ -140,7 +140,8 @@ TEST_P(Refusals, DoNotHideWhoIsMissing) {
 }
 
 INSTANTIATE_TEST_SUITE_P(, Refusals,
-                         ::testing::Values(GroupKind::kThreads, GroupKind::kSharedMemory),
+                         ::testing::Values(GroupKind::kThreads, GroupKind::kSharedMemory,
+                                           GroupKind::kFramed),
                          [](const auto& info) { return name(info.param); });
 
 TEST(Reset, OfThreadsBeginsAgainWithTheirLayersExact) {

@@ -5,14 +5,15 @@
 #include <syncbn/torch.hpp>
 
 #include <array>
-#include <cstddef>
 #include <cstdint>
 #include <fstream>
 #include <map>
+#include <memory>
 #include <span>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -212,19 +213,8 @@ inline Lines communicator(const Group& group) {
   lines.push_back(words[0] == INT64_MIN && words[29998] == INT64_MIN && words[29999] == 1
                       ? "sums"
                       : "other sums");
-  const std::string own = rank == 0 ? "first rank " : "second one ";
-  std::vector<std::byte> all(2 * own.size());
-  ranks.all_gather(std::as_bytes(std::span(own)), all);
-  lines.emplace_back(reinterpret_cast<const char*>(all.data()), all.size());
-  lines.push_back(outcome([&] { ranks.all_gather({}, all); }));
-  lines.push_back(outcome([&] {
-    if (rank == 0) {
-      ranks.all_reduce_sum(std::span(words).first(22));
-    } else {
-      ranks.all_gather(std::as_bytes(std::span(words).first(11)),
-                       std::as_writable_bytes(std::span(words).first(22)));
-    }
-  }));
+  lines.push_back(
+      outcome([&] { ranks.all_reduce_sum(std::span(words).first(rank == 0 ? 22 : 23)); }));
   lines.push_back(outcome([&] {
     if (rank == 0) {
       ranks.abandon("it has no more pictures");
@@ -232,6 +222,7 @@ inline Lines communicator(const Group& group) {
       ranks.all_reduce_sum(words);
     }
   }));
+  lines.push_back(outcome([&] { ranks.all_reduce_sum(words); }));
   lines.push_back(outcome([&] { ProcessGroupCommunicator nobody{Group()}; }));
   lines.push_back(
       outcome([&] { ProcessGroupCommunicator impatient(group, std::chrono::milliseconds(0)); }));
@@ -275,6 +266,37 @@ inline Lines alone(const Group&) {
   return lines;
 }
 
+/// Any group: threads here, whose samples are those of one rank.
+inline Lines threads(const Group& gloo) {
+  const auto step = [](SyncBatchNormOptions options, const at::Tensor& share) {
+    SyncBatchNorm layer(options.layer_name("bn"));
+    const at::Tensor x = share.clone().requires_grad_();
+    const at::Tensor y = layer->forward(x);
+    y.pow(3).sum().backward();
+    return std::pair(y.detach(), x.grad());
+  };
+  syncbn::ThreadGroup group(2);
+  const auto end = [&](int rank) {
+    return std::shared_ptr<syncbn::Communicator>(std::shared_ptr<void>(), &group.rank(rank));
+  };
+  std::vector<at::Tensor> y(2), dx(2);
+  syncbn::run(group, [&](syncbn::Communicator& ranks) {
+    const auto rank = static_cast<std::size_t>(ranks.rank());
+    const at::Tensor share = rank == 0 ? samples().slice(0, 0, 1) : samples().slice(0, 1);
+    std::tie(y[rank], dx[rank]) =
+        step(SyncBatchNormOptions(3).communicator(end(ranks.rank())), share);
+  });
+  const auto [all_y, all_dx] = step(SyncBatchNormOptions(3), samples());
+  Lines lines{at::equal(at::cat(y), all_y) ? "same output" : "another one"};
+  lines.push_back(at::equal(at::cat(dx), all_dx) ? "same gradient" : "another one");
+  lines.push_back(outcome([&] {
+    step(SyncBatchNormOptions(3).communicator(end(0)).process_group(gloo), samples());
+  }));
+  std::vector<std::int64_t> words = {1};
+  lines.push_back(outcome([&] { group.rank(1).all_reduce_sum(words); }));
+  return lines;
+}
+
 inline bool write_errors(const std::string& folder) {
   using Scenario = std::pair<int, Lines (*)(const Group&)>;
   const std::map<std::string, Scenario> scenarios = {{"refused", {2, refused}},
@@ -286,6 +308,7 @@ inline bool write_errors(const std::string& folder) {
                                                      {"missing", {3, missing}},
                                                      {"gone", {2, gone}},
                                                      {"alone", {1, alone}},
+                                                     {"threads", {1, threads}},
                                                      {"communicator", {2, communicator}}};
   bool well = true;
   for (const auto& [name, scenario] : scenarios) {

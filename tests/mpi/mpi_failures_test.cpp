@@ -156,42 +156,35 @@ TEST(Mpi, ResetMakesABrokenGroupANewOne) {
 }
 
 TEST(Mpi, ARankThatComesLateIsNamedOnEveryRank) {
-  MpiCommunicator group = group_of_all(kShort);
-  const int late = group.size() - 1;
-  if (group.rank() == late) {
-    std::this_thread::sleep_for(2 * kShort);
+  for (const int late : {0, world_size() - 1}) {
+    MpiCommunicator group = group_of_all(kShort);
+    std::vector<std::int64_t> words = {1};
+    const auto exchange = [&] { group.all_reduce_sum(words); };
+    const auto start = std::chrono::steady_clock::now();
+    std::string text;
+    if (group.rank() == late) {
+      std::this_thread::sleep_for(6 * kShort);
+      text = way == Way::kMpi ? thrown_text<ExchangeTimeout>(exchange)
+                              : thrown_text<PeerLost>(exchange);  // its node has given up
+    } else {
+      try {
+        exchange();
+      } catch (const ExchangeTimeout& error) {
+        text = error.what();
+        EXPECT_EQ(error.ranks(), std::vector<int>{late});
+      }
+      // Half a limit for the others' answers. Between nodes the limit is twice as long. The cores
+      // are those of other tests, too.
+      const int halves = way == Way::kNodes ? 6 : 3;
+      EXPECT_LT(std::chrono::steady_clock::now() - start,
+                halves * kShort / 2 + std::chrono::seconds(2));
+    }
+    EXPECT_TRUE(contains(text, "rank " + std::to_string(late) + " did not come to the exchange "))
+        << text;
+    EXPECT_EQ(words[0], 1);
+    expect_broken(group, "did not come");
+    MPI_Barrier(MPI_COMM_WORLD);  // the caller's communicator still works
   }
-  std::vector<std::int64_t> words = {1};
-  const auto exchange = [&] { group.all_reduce_sum(words); };
-  const std::string text = group.rank() == late && way != Way::kMpi
-                               ? thrown_text<PeerLost>(exchange)  // its node has given up
-                               : thrown_text<ExchangeTimeout>(exchange);
-  EXPECT_TRUE(contains(
-      text, "rank " + std::to_string(late) + " did not come to the exchange within 600 ms"))
-      << text;
-  EXPECT_EQ(words[0], 1);
-  expect_broken(group, "the group is broken: rank " + std::to_string(late) + " did not come");
-  expect_broken(group, "within 600 ms; call reset on every rank");
-  MPI_Barrier(MPI_COMM_WORLD);  // the caller's communicator still works
-}
-
-TEST(Mpi, ALateRank0IsNamed) {
-  MpiCommunicator group = group_of_all(kShort);
-  std::vector<std::int64_t> words = {1};
-  if (group.rank() == 0) {
-    std::this_thread::sleep_for((way == Way::kMpi ? 5 : 3) * kShort);
-    const std::string text = thrown_text<PeerLost>([&] { group.all_reduce_sum(words); });
-    EXPECT_TRUE(contains(text, "rank 0 did not come")) << text;
-    EXPECT_FALSE(contains(text, "left the group")) << text;
-  } else if (way == Way::kNodes && group.rank() % 2 == 1) {  // hears of it from rank 0
-    const std::string text = thrown_text<PeerLost>([&] { group.all_reduce_sum(words); });
-    EXPECT_TRUE(contains(text, "rank 0 did not come to the exchange within 600 ms")) << text;
-  } else {
-    const std::string text = thrown_text<ExchangeTimeout>([&] { group.all_reduce_sum(words); });
-    EXPECT_TRUE(contains(text, "rank 0 did not come to the exchange within 600 ms")) << text;
-  }
-  EXPECT_EQ(words[0], 1);
-  MPI_Barrier(MPI_COMM_WORLD);
 }
 
 TEST(Mpi, ALongPauseOfAllRanksIsNoTimeout) {
@@ -219,10 +212,8 @@ TEST(Mpi, AnotherThreadOfOneRankIsRefusedInMemoryToo) {
   }
   MpiCommunicator group = group_of_all();
   std::vector<std::int64_t> words = {1};
-  std::vector<std::byte> all(static_cast<std::size_t>(group.size()));
   const std::vector<std::function<void()>> exchanges = {
       [&] { group.all_reduce_sum(words); },
-      [&] { group.all_gather(std::vector<std::byte>(1), all); },
       [&] {
         group.parts()->open(words, words);
         group.parts()->publish(1);

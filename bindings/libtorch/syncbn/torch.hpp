@@ -40,14 +40,16 @@ struct SyncBatchNormOptions {
   TORCH_ARG(bool, track_running_stats) = true;
   /// The ranks that share statistics. Without a group, this process is alone.
   TORCH_ARG(c10::intrusive_ptr<c10d::ProcessGroup>, process_group) = {};
-  /// The time that an exchange waits for the slowest rank.
+  /// The time that an exchange of the process group waits for the slowest rank.
   TORCH_ARG(std::chrono::milliseconds, timeout) = ProcessGroupCommunicator::kDefaultTimeout;
+  /// Another group of the ranks that share statistics, in place of process_group.
+  TORCH_ARG(std::shared_ptr<Communicator>, communicator) = {};
   /// The layer's name (see name_layers). Errors contain it, and ranks use it to tell layers of the
   /// same shape apart. With several ranks, a layer without a name of its own is refused.
   TORCH_ARG(std::string, layer_name) = detail::kUnnamed;
 };
 
-/// Batch normalization over the batches of all ranks of a process group. It works like
+/// Batch normalization over the batches of all ranks of a group. It works like
 /// torch::nn::BatchNorm*d, and has the same parameters and buffers. The input has shape
 /// (N, C, spatial...), dtype float16, bfloat16, float32 or float64, and any strides, and is on the
 /// CPU. N may differ between ranks and may be 0 (in the others' dtype). For given inputs and output
@@ -102,13 +104,17 @@ class SyncBatchNormImpl
   detail::Layer& layer() {
     const bool changed = layer_ && (made_of_.eps() != options.eps() ||
                                     made_of_.layer_name() != options.layer_name() ||
-                                    made_of_.process_group() != options.process_group());
+                                    made_of_.process_group() != options.process_group() ||
+                                    made_of_.communicator() != options.communicator());
     if (!layer_ || changed) {
-      std::shared_ptr<ProcessGroupCommunicator> group;
-      if (options.process_group() && options.process_group()->getSize() > 1) {
+      std::shared_ptr<Communicator> group = options.communicator();
+      const bool both = group && options.process_group();
+      if (!group && options.process_group() && options.process_group()->getSize() > 1) {
         group =
             std::make_shared<ProcessGroupCommunicator>(options.process_group(), options.timeout());
-        check_name(*group);
+      }
+      if (group && group->size() > 1) {
+        check_group(*group, both);
       }
       layer_ = std::make_shared<detail::Layer>(
           std::move(group), BatchNorm::Options{.channels = options.num_features(),
@@ -120,8 +126,11 @@ class SyncBatchNormImpl
     return *layer_;
   }
 
-  void check_name(ProcessGroupCommunicator& group) const {
+  void check_group(Communicator& group, bool both) const {
     try {
+      if (both) {
+        detail::refuse("communicator", "one beside a process_group", "one of the two");
+      }
       if (options.layer_name() == detail::kUnnamed) {
         detail::refuse("layer_name", "none",
                        "this layer's own name, the same on all ranks; "

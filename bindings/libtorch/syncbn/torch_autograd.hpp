@@ -83,18 +83,18 @@ inline void check_count(std::int64_t count) {
   }
 }
 
-/// The exchanges of a layer. They go over the process group if there is one.
+/// The exchanges of a layer. They go over the group if there is one.
 class LayerExchange final : public Communicator {
  public:
-  explicit LayerExchange(std::shared_ptr<ProcessGroupCommunicator> group)
-      : group_(std::move(group)) {}
+  explicit LayerExchange(std::shared_ptr<Communicator> group)
+      : group_(std::move(group)), named_(dynamic_cast<ProcessGroupCommunicator*>(group_.get())) {}
   int rank() const override { return group_ ? group_->rank() : 0; }
   int size() const override { return group_ ? group_->size() : 1; }
   /// Says which call the next exchange belongs to.
   void begin(const std::string& call, bool forward) {
     forward_ = forward;
-    if (group_) {
-      group_->set_call(call);
+    if (named_ != nullptr) {
+      named_->set_call(call);
     }
   }
   void all_reduce_sum(std::span<std::int64_t> words) override {
@@ -120,7 +120,8 @@ class LayerExchange final : public Communicator {
   }
 
  private:
-  std::shared_ptr<ProcessGroupCommunicator> group_;
+  std::shared_ptr<Communicator> group_;
+  ProcessGroupCommunicator* named_;
   bool forward_ = false;
 };
 
@@ -129,7 +130,7 @@ struct Layer {
   LayerExchange exchange;
   BatchNorm batch_norm;
   std::string name;
-  Layer(std::shared_ptr<ProcessGroupCommunicator> group, const BatchNorm::Options& options)
+  Layer(std::shared_ptr<Communicator> group, const BatchNorm::Options& options)
       : exchange(std::move(group)), batch_norm(options, exchange), name(options.name) {}
 
   /// Returns a call's text in errors: "bn1, call 7, backward, 64 channels, float32".
