@@ -133,13 +133,22 @@ PIVOTS = {
         "variant",
         lambda row: f"{milliseconds(row)} ({row['ratio'][1]:.2f})",
     ),
+    "jax": Pivot(
+        "One float32 layer in JAX: milliseconds of ours / of flax's (ratio)",
+        ["devices", "shape"],
+        "direction",
+        lambda row: (
+            " / ".join(number(row["milliseconds"][n][1]) for n in ("syncbn", "flax"))
+            + f" ({row['ratio'][1]:.2f})"
+        ),
+    ),
 }
 
 
 def pivot_table(results: dict, part: str) -> str:
     _, keys, column, cell, includes = PIVOTS[part]
     lines: dict[tuple, dict[str, str]] = {}
-    for row in filter(includes, results[part]):
+    for row in filter(includes, results.get(part, [])):
         key = tuple(shape_text(row[k]) if k == "shape" else str(row[k]) for k in keys)
         lines.setdefault(key, {})[row[column].split(" (")[0]] = cell(row)
     columns = list(dict.fromkeys(c for line in lines.values() for c in line))

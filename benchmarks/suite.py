@@ -11,6 +11,7 @@ threads   bench_thread_ranks: one layer of 2 threads that are ranks, or alone
 layers    bench_layer: one layer against PyTorch's batch norm, one process
 ranks     bench_ranks: one layer of 2 and 4 processes against the usual recipe
 steps     bench_step: training steps of 2 processes
+jax       bench_jax: one layer in JAX against flax's, on 1, 2 and 4 devices
 
 Times are [lower quartile, median, upper quartile]. Run it on a quiet machine: the load before and
 after the run is in the JSON. --quick takes a minute: three shapes and 2 processes. --write stores
@@ -23,6 +24,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -47,6 +49,7 @@ class Form(NamedTuple):
     batches: dict[str, list[int]]
     ranks: tuple[int, ...] = (2, 4)
     threads: tuple[int, ...] = (1, 2)
+    devices: tuple[int, ...] = (1, 2, 4)
 
 
 QUICK_SHAPES = [(8, 64, 56, 56), (16, 512, 14, 14), (64, 2048)]
@@ -54,7 +57,7 @@ FORMS = {
     "full": Form(common.SHAPES, 1.0, 0.8, 12, 7, 1000, bench_step.BATCHES),
     "quick": Form(QUICK_SHAPES, 0.1, 0.2, 1, 3, 200, {"ResNet-20": [8]}, (2,), (1,)),
     # Says nothing about speed; for the test of the suite itself.
-    "tiny": Form([(2, 8, 3, 5)], 0, 0, 0, 2, 10, {"ResNet-20": [1]}, (2,), (1,)),
+    "tiny": Form([(2, 8, 3, 5)], 0, 0, 0, 2, 10, {"ResNet-20": [1]}, (2,), (1,), (1, 2)),
 }
 
 #: For Open MPI: as root, more ranks than cores, and no copies between processes, which containers
@@ -123,7 +126,20 @@ def steps(form: Form, programs: Path) -> list[dict]:
     return processes.run(2, [(bench_step.measure_steps, {"batches": form.batches} | limits)])
 
 
-PARTS = {part.__name__: part for part in (layers, passes, exchange, threads, ranks, steps)}
+def jax(form: Form, programs: Path) -> list[dict]:
+    """In processes of their own: JAX counts its devices once."""
+    command = [sys.executable, str(common.FOLDER / "bench_jax.py")]
+    limits = [str(form.rank_seconds), str(form.rounds)]
+    shapes = [common.text_of(shape) for shape in form.shapes if shape[0] % max(form.devices) == 0]
+    rows = []
+    for devices in form.devices:
+        whole = [*command, str(devices), *limits, *shapes]
+        done = subprocess.run(whole, stdout=subprocess.PIPE, text=True, check=True)
+        rows += json.loads(done.stdout)
+    return rows
+
+
+PARTS = {part.__name__: part for part in (layers, passes, exchange, threads, ranks, steps, jax)}
 
 
 def main() -> None:
