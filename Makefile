@@ -22,13 +22,14 @@ python := $(VENV)/bin/python
 cmake := $(VENV)/bin/cmake
 package := $(VENV)/.stamp-package
 built_wheel := build/wheel-file$(if $(TORCH),-torch-$(TORCH))
-# The demo has tests, too.
-test_tools := $(VENV)/.stamp-test $(VENV)/.stamp-demo $(VENV)/.stamp-interop
+# The demo has tests, too, and the package for JAX.
+jax_package := $(VENV)/.stamp-package-jax
+test_tools := $(VENV)/.stamp-test $(VENV)/.stamp-demo $(VENV)/.stamp-interop $(jax_package)
 # The site needs nothing of what the package needs.
 docs_venv := .venv-docs
 docs_tools := $(docs_venv)/.stamp-docs
 package_sources := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE *NOTICE* cmake include \
-                     scripts/index_page.py src bindings python -not -path '*/__pycache__*' 2>/dev/null)
+                     scripts/index_page.py src bindings python -not -path '*/__pycache__*' -not -path 'bindings/jax/*' 2>/dev/null)
 
 help:  ## list these targets
 	@awk -F ':.*## *' '/^[a-z0-9 -]+:.*## / {printf "  %-24s %s\n", $$1, $$2}' Makefile
@@ -65,7 +66,7 @@ demo-clipart: $(package) $(VENV)/.stamp-demo  ## the demo on drawings of Debian'
 	$(python) examples/segmentation/clipart.py build/clipart
 	$(python) examples/segmentation/main.py --data build/clipart --size 64 $(ARGS)
 
-bench: $(package) bench-cpp $(VENV)/.stamp-bench  ## all CPU benchmarks, 7 minutes; ARGS=--quick, or --write for docs/
+bench: $(package) $(jax_package) bench-cpp $(VENV)/.stamp-bench  ## all CPU benchmarks, 7 minutes; ARGS=--quick, or --write for docs/
 	$(python) benchmarks/suite.py $(ARGS)
 
 bench-count: bench-cpp  ## instructions of each pass against stored counts; ARGS=--update stores
@@ -176,7 +177,7 @@ $(VENV)/.stamp-%: requirements/%.txt scripts/bootstrap.sh
 	@scripts/bootstrap.sh $(VENV) $*
 	@touch $@
 $(VENV)/.stamp-test $(VENV)/.stamp-demo $(VENV)/.stamp-interop $(VENV)/.stamp-lint \
-  $(VENV)/.stamp-bench $(VENV)/.stamp-frameworks: \
+  $(VENV)/.stamp-bench $(VENV)/.stamp-frameworks $(VENV)/.stamp-jax: \
   $(VENV)/.stamp-build
 
 $(docs_tools): requirements/docs.txt scripts/bootstrap.sh
@@ -187,6 +188,12 @@ $(package): $(VENV)/.stamp-build $(package_sources)
 	rm -rf $(built_wheel)
 	$(python) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir $(built_wheel) .
 	$(python) -m pip install --quiet --no-deps --force-reinstall $(built_wheel)/*.whl
+	@touch $@
+
+# With the library of the Python package, which saves compiling the core again.
+$(jax_package): $(package) $(VENV)/.stamp-jax $(shell find bindings/jax -type f -not -path '*/__pycache__*')
+	$(python) -m pip install --quiet --no-build-isolation --no-deps --force-reinstall \
+	  -C cmake.define.syncbn_DIR=$$($(python) -m syncbn --cmake-dir) ./bindings/jax
 	@touch $@
 
 .PHONY: help setup build build-cpp test test-cpp check-cpp test-python demo demo-clipart bench bench-count bench-cpp \

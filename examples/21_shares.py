@@ -87,6 +87,14 @@ class Pictures(torch.utils.data.Dataset):
         return (x.flip(-1) if torch.rand(()) < 0.5 else x), index % 5
 
 
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Of one share: of a picture's class, or of that of each pixel."""
+    y, labels = model(batch[0]), batch[1]
+    if y.dim() == 4:
+        labels = labels[:, None, None].expand(-1, *y.shape[2:])
+    return nn.functional.cross_entropy(y, labels)
+
+
 def train(name: str, steps: int, folder: Path, dies_at: int) -> None:
     """What each process does."""
     torch.manual_seed(0)
@@ -95,6 +103,8 @@ def train(name: str, steps: int, folder: Path, dies_at: int) -> None:
     average = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
     parts = {"training": training, "average": average, "optimizer": optimizer}
+    loader = training.loader(Pictures(), BATCH)
+    parts["loader"] = loader
     checkpoint = folder / "checkpoint.pt"
     if checkpoint.exists():
         state = torch.load(checkpoint)
@@ -104,20 +114,11 @@ def train(name: str, steps: int, folder: Path, dies_at: int) -> None:
         world = dist.get_world_size() if dist.is_initialized() else 1
         with open(folder / "ran", "a") as file:
             print(world, "from step", training.steps, file=file)
-    loader = training.loader(Pictures(), BATCH)
     while training.steps < steps:
-        epoch, start = divmod(training.steps, len(Pictures()) // BATCH)
-        loader.batch_sampler.set_epoch(epoch, start)
-        for x, labels in loader:
+        for batches in loader:
             if training.steps == dies_at and SHARES - 1 in training.mine:
                 os.kill(os.getpid(), signal.SIGKILL)
-            losses = [
-                nn.functional.cross_entropy(
-                    y, t if y.dim() == 2 else t[:, None, None].expand(-1, 32, 32)
-                )
-                for y, t in zip(training(x), training.split(labels))
-            ]
-            training.backward(losses)
+            training.step(loss, batches)
             nn.utils.clip_grad_norm_(network.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

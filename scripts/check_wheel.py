@@ -60,7 +60,7 @@ NEEDED = {
     "libsyncbn_torch_cpu.so": rf"{SYSTEM}|libsyncbn\.so|libtorch(?:_cpu)?\.so",
     CUDA_LIBRARY: rf"{SYSTEM}|libsyncbn\.so|libtorch(?:_cpu|_cuda)?\.so",
 }
-REQUIRES = ["torch>=2.11"]
+REQUIRES = ["torch>=2.11", "greenlet<4,>=3.1"]
 
 
 def expected_files(info: str, cuda: bool) -> set[str]:

@@ -23,7 +23,7 @@ HEADERS = ("include/syncbn/*.hpp", "bindings/libtorch/syncbn/*.hpp", "include/sy
 MEMBERS = {
     "syncbn.SyncBatchNorm": "forward convert_sync_batchnorm process_group reset_running_stats",
     "syncbn.parallel.SelfDataParallel": "forward",
-    "syncbn.Shares": "forward backward split loader mean no_sync mine",
+    "syncbn.Shares": "step loader no_sync mine",
     "syncbn.graph.Network": "input append output train infer run module parameters graph",
     "syncbn.graph.BatchNorm": "forward",
 }

@@ -146,9 +146,9 @@ class MergedTensors {
     }
     const MessageInfo info = read_header(merged_.header, merged_.ranks);
     check_header(info);
-    const std::int64_t needed =
-        info.any_data ? forward_words(statistics, info.dtype, channels, merged_.ranks)
-                      : std::int64_t{kHeaderWords};
+    const std::int64_t needed = info.any_data
+                                    ? forward_words(statistics, info.dtype, channels, merged_.ranks)
+                                    : std::int64_t{kHeaderWords};
     if (!rest.has_value()) {
       (void)int64_data("merged", first, needed);
       return;

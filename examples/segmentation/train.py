@@ -108,9 +108,11 @@ def train(setting: Setting, plan: Plan, source: Source, place: Place) -> Run:
         network = syncbn.convert_sync_batchnorm(network)
     network.to(place.device)
     replica: nn.Module = network
+    training: syncbn.Shares | None = None
     if setting.norm == "shares":
         torch.backends.cudnn.deterministic = True
-        replica = syncbn.Shares(network, plan.ranks, plan.seed)
+        threads = torch.get_num_threads()
+        training = syncbn.Shares(network, plan.ranks, plan.seed, threads=threads)
     elif place.size > 1:
         if place.rank == 0 and setting.norm == "sync":
             engine = syncbn.report(network)[0].engine
@@ -122,6 +124,10 @@ def train(setting: Setting, plan: Plan, source: Source, place: Place) -> Run:
         optimizer, lambda step: learning_rate_factor(step, plan.steps)
     )
     class_weights = source.class_weights.to(place.device)
+
+    def loss_of_share(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return pixel_loss(model(batch[0]), batch[1], class_weights)
+
     share = plan.global_batch // place.size
     leader = place.rank == 0
     held_out = source.test_pictures() if leader else None
@@ -139,11 +145,10 @@ def train(setting: Setting, plan: Plan, source: Source, place: Place) -> Run:
         pictures, labels = pictures.to(place.device), labels.to(place.device)
         begun = _clock(place.device)
         optimizer.zero_grad(set_to_none=True)
-        if isinstance(replica, syncbn.Shares):
-            parts = zip(replica(pictures), replica.split(labels))
-            losses = [pixel_loss(scores, truth, class_weights) for scores, truth in parts]
-            replica.backward(losses)
-            loss = torch.stack(losses).mean()
+        if training is not None:
+            count = len(training.mine)
+            parts = list(zip(pictures.chunk(count), labels.chunk(count)))
+            loss = training.step(loss_of_share, parts)
         else:
             loss = pixel_loss(replica(pictures), labels, class_weights)
             loss.backward()

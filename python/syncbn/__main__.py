@@ -138,6 +138,9 @@ def _seconds(text: str) -> float:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["prove"]:  # whose arguments are those of a program
+        return subprocess.call([sys.executable, "-m", "syncbn.prove", *arguments[1:]])
     parser = argparse.ArgumentParser(prog="python -m syncbn", description=__doc__)
     text = "print the folder of the CMake package, for cmake -D syncbn_DIR=..."
     parser.add_argument("--cmake-dir", action="store_true", help=text)
@@ -148,6 +151,9 @@ def main(arguments: list[str] | None = None) -> int:
     command = commands.add_parser("diff", help="where two trainings differ first (syncbn.record)")
     command.add_argument("a", help="a file of syncbn.record")
     command.add_argument("b", help="another one")
+    commands.add_parser(
+        "prove", help="whether a program has the same bits on any number of processes"
+    )
     given = parser.parse_args(arguments)
     if given.cmake_dir:
         folder = pathlib.Path(__file__).parent
@@ -165,7 +171,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(difference or "no difference")
         return 0 if difference is None else 1
     if given.command is None:
-        parser.error("command: got none, expected doctor, diff or --cmake-dir")
+        parser.error("command: got none, expected doctor, diff, prove or --cmake-dir")
     return doctor(given.timeout)
 
 

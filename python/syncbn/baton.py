@@ -1,26 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""K calls in K threads, one for each device, of which one runs at a time, that meet at the layers.
+"""K calls, one for each device or share of this process, that take turns and meet at the layers.
 
-Device k runs until it reaches a synchronized layer or ends; then device k + 1 runs. When all K
-wait at the same layer, the caller's thread computes the layer for all of them, and the round goes
-on. The order is that of one thread, so nothing can deadlock. Each device has a CPU generator of its
-own.
+Call k runs until it reaches a synchronized layer or ends; then call k + 1 runs. When all K wait at
+the same layer, the layer is computed for all of them, and the round goes on. Each call is a
+greenlet: all run in the caller's thread, one at a time, so nothing can deadlock, and PyTorch finds
+what it keeps for each thread. Of that, what a call may change and a layer's result depends on is
+kept for each call.
 """
 
 import contextlib
-import inspect
-import queue
+import contextvars
+import functools
 import threading
-import traceback
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-import torch.utils.checkpoint
+from greenlet import getcurrent, greenlet
 from torch import Tensor
 
 from .operators import without_modes
+from .step import recomputation
 
 #: How many runs are in progress in this process: an integer, so that torch.compile can guard on it.
 running = 0
@@ -28,123 +29,153 @@ _running_lock = threading.Lock()
 _local = threading.local()
 
 
+@functools.cache
+def _kinds() -> tuple[str, ...]:
+    """The kinds of devices that autocast is asked for; PyTorch reads the environment to tell."""
+    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+
 class ThreadState(NamedTuple):
-    """What PyTorch keeps per thread and a layer's result depends on."""
+    """What PyTorch keeps for each thread, a call may change, and results depend on."""
 
     inference: bool
     grad: bool
-    cache: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    cache: bool
+    nesting: int  #: of autocast; its cache of weights is emptied where the outermost one ends
 
     @classmethod
     def current(cls) -> "ThreadState":
-        kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        kinds = _kinds()
+        nesting = torch.autocast_increment_nesting() - 1
+        torch.autocast_decrement_nesting()
         return cls(
             torch.is_inference_mode_enabled(),
             torch.is_grad_enabled(),
-            torch.is_autocast_cache_enabled(),
             tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds),
+            torch.is_autocast_cache_enabled(),
+            nesting,
         )
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
+        before = self.current()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(self.inference))
-            stack.enter_context(torch.set_grad_enabled(self.grad))
-            for kind, enabled, dtype in self.autocast:
-                stack.enter_context(
-                    torch.autocast(kind, dtype, enabled=enabled, cache_enabled=self.cache)
-                )
-            yield
+            if self.inference != before.inference:
+                stack.enter_context(torch.inference_mode(self.inference))
+            self._set(before)
+            try:
+                yield
+            finally:
+                before._set(self.current())
+
+    def _set(self, now: "ThreadState") -> None:
+        torch._C._set_grad_enabled(self.grad)
+        for kind, enabled, dtype in self.autocast:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self.cache)
+        for _ in range(self.nesting - now.nesting):
+            torch.autocast_increment_nesting()
+        for _ in range(now.nesting - self.nesting):
+            torch.autocast_decrement_nesting()
+        # Whatever the number of calls in this process, a weight is cast once between two layers.
+        torch.clear_autocast_cache()
+
+
+def _surroundings() -> tuple[Any, int, int]:
+    """What else a call could have entered: hooks of saved tensors, and modes of two kinds."""
+    return (
+        torch._C._autograd._top_saved_tensors_default_hooks(False),
+        torch._C._len_torch_function_stack(),
+        torch._C._len_torch_dispatch_stack(),
+    )
 
 
 class Request(NamedTuple):
-    """A device that waits at a layer."""
+    """A call that waits at a layer."""
 
     layer: Any  #: a SyncBatchNorm
     x: Tensor
     residual: Tensor | None
     mask: Tensor | None
     state: ThreadState
-    number: int  #: of the next node in the device's autograd graph
 
 
-def _number_nodes_after(node: Any) -> None:
-    """Makes this thread number its next nodes above that of the layer. Backward visits nodes by
-    number, the highest first. If they go up along each device's graph, a device's nodes are visited
-    in the order that they would have alone, which decides in what order gradients are added."""
-    while node is not None and torch.autograd._get_sequence_nr() <= node._sequence_nr():
-        _nobody.neg()  # a node, which takes a number
-
-
-_nobody = torch.zeros((), requires_grad=True)
-
-
-_CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
-
-
-class _Device:
-    """Runs one call in its thread. Only the thread that holds the baton touches these
-    attributes."""
+class _Turn:
+    """Runs one of the calls, in a greenlet."""
 
     def __init__(self, call: Callable[[], Any], state: ThreadState) -> None:
-        self.call = call
         self.state = state
-        self.thread: threading.Thread | None = None
         self.request: Request | None = None
-        self.ended = False
-        self.abandoned = False
+        self.ended = self.abandoned = False
         self.result: Any = None
         self.error: BaseException | None = None
-        self._answers: queue.SimpleQueue = queue.SimpleQueue()
-        self._stops: queue.SimpleQueue = queue.SimpleQueue()
+        self._around = _surroundings()
+        self._greenlet = greenlet(self._main)
+        self._greenlet.gr_context = contextvars.copy_context()
+        self._call: Callable[[], Any] | None = call
 
-    def _main(self) -> None:
-        _local.device = self
+    def _main(self, _: None) -> None:
+        call, self._call = self._call, None
+        assert call is not None
         try:
-            with self.state.entered():
-                self.result = self.call()
+            self.result = call()
         except BaseException as error:
-            for frame, _ in traceback.walk_tb(error.__traceback__):
-                if frame.f_code is _CHECKPOINT:  # whose hooks of saved tensors are this thread's
-                    frame.clear()
             self.error = error
         self.request = None
         self.ended = True
-        self._stops.put(None)
 
     def resume(self, answer: Tensor | None) -> None:
-        """Runs the device until it waits at a layer or ends."""
-        if self.thread is None:
-            self.thread = threading.Thread(target=self._main, daemon=True)
-            self.thread.start()
-        else:
-            self._answers.put(answer)
-        self._stops.get()
+        """Runs the call until it waits at a layer or ends."""
+        self._caller, outer = getcurrent(), getattr(_local, "turn", None)
+        _local.turn = self
+        try:
+            with self.state.entered():
+                self._greenlet.switch(answer)
+        finally:
+            _local.turn = outer
+
+    @property
+    def waits(self) -> bool:
+        return self._call is None and not self.ended
 
     def wait(self, layer: Any, x: Tensor, residual: Tensor | None, mask: Tensor | None) -> Tensor:
-        """Gives the baton away, in the device's thread, until the layer's output is there."""
+        """Lets the others run, inside the call, until the layer's output is there."""
         if not self.abandoned:
-            number = torch.autograd._get_sequence_nr()
-            self.request = Request(layer, x, residual, mask, ThreadState.current(), number)
-            self._stops.put(None)
-            answer = self._answers.get()
+            self._check(layer)
+            self.state = ThreadState.current()
+            self.request = Request(layer, x, residual, mask, self.state)
+            answer = self._caller.switch()
         # Also a model that swallows the first error gets no further.
         if self.abandoned:
             raise RuntimeError("another device of this step failed; the caller sees its error")
-        _number_nodes_after(answer.grad_fn)
         return answer
 
+    def _check(self, layer: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            refuse_backward(layer.state)
+        if recomputation.around() is not None:
+            raise RuntimeError(
+                f"{layer.state.find_path()}: got a call in a checkpointed segment, expected one "
+                "outside; activation checkpointing around a synchronized layer does not work where "
+                "a process has several devices or shares"
+            )
+        if _surroundings() != self._around:
+            raise RuntimeError(
+                f"{layer.state.find_path()}: got a call inside hooks of saved tensors, or in a "
+                "mode, that the model enters itself, expected them around the whole step: the "
+                "other devices or shares of this process would run in them"
+            )
+
     def abandon(self) -> None:
-        """Ends the thread: by an error in it, if it waits at a layer."""
-        if self.thread is not None:
-            self.abandoned = True
-            self._answers.put(None)
-            self.thread.join()
-            self.error = None  # its traceback holds this object, and with it tensors
+        """Ends a call that waits at a layer, by an error in it."""
+        self.abandoned = True
+        self.resume(None)
+        self.error = None  # its traceback holds this object, and with it tensors
 
 
-class _Generators:
+class Generators:
     """The states of the devices' CPU generators, of which PyTorch's default one holds that of the
     device that runs. Device 0's is the default generator's own. Device k's begins as a process's
     does that calls torch.manual_seed(seed + k), and goes on from step to step while nothing else
@@ -171,7 +202,7 @@ class _Generators:
     def _begin(self, k: int) -> Tensor:
         return torch.Generator("cpu").manual_seed((self.seed + k) % 2**64).get_state()
 
-    def switch(self, k: int) -> None:
+    def enter(self, k: int) -> None:
         """Gives device k, which runs next, its own generator."""
         if k != self.at:
             self.states[self.at] = torch.get_rng_state()
@@ -179,8 +210,13 @@ class _Generators:
             self.at = k
 
     def leave(self) -> None:
-        self.switch(0)
-        _Generators._left = torch.get_rng_state(), self.seed, self.states[1:]
+        self.enter(0)
+        Generators._left = torch.get_rng_state(), self.seed, self.states[1:]
+
+
+def inside() -> bool:
+    """Tells whether this thread runs one call of several."""
+    return getattr(_local, "turn", None) is not None
 
 
 class Turns:
@@ -194,11 +230,6 @@ def turns() -> Turns | None:
     return getattr(_local, "turns", None)
 
 
-def inside() -> bool:
-    """Tells whether this thread runs one device of several."""
-    return getattr(_local, "device", None) is not None
-
-
 def refuse_backward(state: Any) -> NoReturn:
     """Raises what is wrong with a backward that begins in a device's turn. state: a layer's."""
     raise RuntimeError(
@@ -210,29 +241,26 @@ def refuse_backward(state: Any) -> NoReturn:
 
 @torch.compiler.disable
 def wait(layer: Any, x: Tensor, residual: Tensor | None, mask: Tensor | None) -> Tensor:
-    """Gives the layer's output for this device, once all devices have reached the layer."""
-    if torch._C._current_graph_task_id() != -1:  # of a checkpointed segment, which runs again
-        refuse_backward(layer.state)
-    return _local.device.wait(layer, x, residual, mask)
+    """Gives the layer's output for this call, once all calls have reached the layer."""
+    return _local.turn.wait(layer, x, residual, mask)
 
 
 def run_in_turns(
     calls: Sequence[Callable[[], Any]],
     meet: Callable[[list[Request | None]], list[Tensor]],
     give_up: Callable[[list[Request | None], BaseException], None],
-    generators: Any = None,
+    worlds: Sequence[Any],
 ) -> list[Any]:
-    """Gives the results of calls[k]() for all devices k.
+    """Gives the results of calls[k]() for all k.
 
-    meet: gives the layer's outputs for the requests of all devices (None: the device has ended), or
-    raises. give_up: is called with the requests before the error of a device is raised. generators:
-    an object like the _Generators that are the default. On an error all threads have ended when it
-    is raised.
+    meet: gives the layer's outputs for the requests of all calls (None: the call has ended), or
+    raises. give_up: is called with the requests before the error of a call is raised. worlds: what
+    each call has of its own; enter(k) gives it to call k, leave() ends with all. On an error all
+    calls have ended when it is raised.
     """
     global running
     state = ThreadState.current()
-    devices = [_Device(call, state) for call in calls]
-    generators = generators or _Generators(len(devices))
+    devices = [_Turn(call, state) for call in calls]
     before, _local.turns = turns(), Turns()
     with _running_lock:
         running += 1
@@ -240,20 +268,29 @@ def run_in_turns(
     try:
         while True:
             for k, (device, answer) in enumerate(zip(devices, answers)):
-                generators.switch(k)
+                for world in worlds:
+                    world.enter(k)
                 device.resume(answer)
-                if device.error is not None:
-                    give_up([d.request for d in devices], device.error)
-                    raise device.error
+                if (error := device.error) is not None:
+                    device.error = None
+                    try:
+                        give_up([d.request for d in devices], error)
+                        raise error
+                    finally:
+                        del error  # its traceback holds this frame, and with it tensors
             if all(device.ended for device in devices):
                 return [device.result for device in devices]
             answers = meet([device.request for device in devices])
             for device in devices:
                 device.request = None
     finally:
-        for device in devices:
-            device.abandon()
+        for k, device in enumerate(devices):
+            if device.waits:
+                for world in worlds:
+                    world.enter(k)
+                device.abandon()
+        for world in worlds:
+            world.leave()
         _local.turns.over, _local.turns = True, before
-        generators.leave()
         with _running_lock:
             running -= 1

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layer with the inputs of several devices of one process: a list of them."""
 
-import contextlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from .exchange.host import engine_of, transport_of
 from .operators import HEADER_WORDS, MAX_RANKS, OWN, WANTS_SHARE, without_modes
 from .step import layer_state, recomputation, second_derivatives, training
 from .step.masks import check_mask
-from .step.node import apply_step
+from .step.node import apply_step, of_layers
 from .step.options import (
     RUNNING,
     check_arguments,
@@ -28,7 +27,6 @@ from .step.surroundings import (
     Streams,
     check_transforms,
     fits,
-    has_no_values,
     is_fake,
     like,
     like_operators,
@@ -99,7 +97,8 @@ def _check_inputs(layer, xs: Sequence[Tensor], residuals, masks, ranks: int) -> 
             )
 
 
-class _OfMany(torch.autograd.Function):
+@of_layers
+class _BatchNormTrainingOfMany(torch.autograd.Function):
     """Makes one step of K inputs. tensors: K xs, weight, bias, K residuals, K masks. One node for
     all: nodes that wait for each other would deadlock, because one backward() visits the nodes of
     CPU tensors in one thread."""
@@ -125,7 +124,7 @@ class _OfMany(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: as checkpointing gives
         ctx.streams.enter((*dys, *saved))
         with torch.no_grad():
-            results = _gradients(ctx.step, ctx.lead, dys, *saved)
+            results = gradients_of(ctx.step, ctx.lead, dys, *saved)
         ctx.streams.leave(results)
         if torch.is_grad_enabled():  # create_graph=True
             text = "got a second derivative of a list of inputs, expected one input"
@@ -169,7 +168,8 @@ def _begin(turn, given, needs, inputs, weight, bias) -> tuple:
         layer_state.compare(state, engine_of(peers), x, options)
     averaged = None
     if tracked is not None and tracked.dtype is not torch.int64:
-        averaged, tracked, options = tracked, None, training.averaging(options, tracked)
+        options = training.averaging(options, tracked)
+        averaged, tracked = tracked, None
     form, transport = state.form(options), transport_of(None if kept else peers, x.device)
     running, given_to = (mean, var, tracked, state.counters), []
     for k, (z, residual, mask) in enumerate(inputs):
@@ -221,7 +221,7 @@ def _begin(turn, given, needs, inputs, weight, bias) -> tuple:
 
 
 @recorded(lambda step, *_: step.state.name, " backward")
-def _gradients(step, lead: int, dys, weight, bias, *saved) -> tuple:
+def gradients_of(step, lead: int, dys, weight, bias, *saved) -> tuple:
     """Does what training.backward() does: gives K gradients of x, those of weight and bias, and K
     of the residuals."""
     x, form, exchanges, none = saved[4 * lead], step.form, step.exchanges, [None] * len(dys)
@@ -336,7 +336,7 @@ def train_on_devices(
             )
             word = training.takes_part(wanted, options, segment)
             step = training.Given(statistics, options, state, peers, word, segment)
-            ys = _OfMany.apply(turn, step, *xs, weight, bias, *residuals, *masks)
+            ys = _BatchNormTrainingOfMany.apply(turn, step, *xs, weight, bias, *residuals, *masks)
     if not again:
         state.had_list = True
     own = *module._tracked()[:2], *module._affine()
@@ -380,18 +380,3 @@ def check_alone(module) -> None:
             "syncbn.parallel.SelfDataParallel"
         )
     module.state.had_list = False
-
-
-def give_up(calls: Iterable[tuple], error: BaseException) -> None:
-    """Tells the other processes, once per group, that this one does not come to the exchange.
-
-    calls: layers at which devices of this process wait, each with such a device's input.
-    """
-    if has_no_values():
-        return
-    # The error of the device is the one to raise, whatever becomes of this.
-    with contextlib.suppress(Exception):
-        groups = {module.state.peers(module.options()): (module, x) for module, x in calls}
-        for peers, (module, x) in groups.items():
-            with contextlib.suppress(Exception), turn_of(module.state, module.options(), peers, x):
-                raise error

@@ -6,8 +6,16 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+#: Classes of wrappers, and the attribute in which each has what it wraps.
+_WRAPPED_BY = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "syncbn.shares.Shares": "module",
+}
 #: What wrappers put in front of a module's names.
 _WRAPPERS = ("module.", "_orig_mod.")
 
@@ -31,8 +39,22 @@ def fingerprint(*objects: Any) -> str:
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """Copies a tensor's elements, in the order of a contiguous one."""
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    """Copies a tensor's elements, in the order of a contiguous one. Those of a DTensor are on all
+    ranks, which call this together."""
+    plain = tensor.detach()
+    if hasattr(plain, "full_tensor"):
+        plain = plain.full_tensor()
+    kind = type(plain)
+    if plain.layout != torch.strided or plain.is_nested or plain.is_meta:
+        got = "nested" if plain.is_nested else str(plain.layout)
+        got = "meta" if plain.is_meta else got
+        raise ValueError(f"objects: got a {got} tensor, expected one whose elements lie in memory")
+    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise ValueError(
+            f"objects: got a {kind.__name__}, which keeps its elements elsewhere, expected the "
+            "tensors in it"
+        )
+    plain = plain.as_subclass(Tensor).resolve_conj().resolve_neg().cpu().contiguous()
     return ctypes.string_at(plain.data_ptr(), plain.nbytes)
 
 
@@ -43,15 +65,23 @@ def unwrapped(name: str) -> str:
     return name
 
 
+def inner(module: nn.Module) -> nn.Module:
+    """What it wraps, if it is a wrapper; a model may have an attribute of such a name itself."""
+    for kind in type(module).__mro__:
+        if attribute := _WRAPPED_BY.get(f"{kind.__module__}.{kind.__qualname__}"):
+            return inner(getattr(module, attribute))
+    return module
+
+
 def _parts(value: Any) -> Iterator[bytes]:
     if isinstance(value, nn.Module):
-        while hasattr(value, "module") or hasattr(value, "_orig_mod"):
-            value = getattr(value, "module", None) or value._orig_mod
+        value = inner(value)
         for name, tensor in (*value.named_parameters(), *value.named_buffers()):
             yield from _parts((unwrapped(name), tensor))
     elif isinstance(value, Tensor):
+        elements = bytes_of(value)
         yield f"{value.dtype} {tuple(value.shape)} ".encode()
-        yield bytes_of(value)
+        yield elements
     elif isinstance(value, Mapping):
         yield b"{"
         for key, item in value.items():

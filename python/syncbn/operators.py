@@ -58,6 +58,10 @@ with without_modes():
     SLICE,
     *_words,
 ) = _numbers  # fmt: skip
+#: Counters of ranks in the header's word about backward: of those that want the gradient of x, of
+#: those that want the global gradients of weight and bias, and of those that can come.
+_COUNTER = 2 * MAX_RANKS
+WANTS_X, WANTS_SUMS, COMES = 1, _COUNTER, _COUNTER**2
 #: Words per channel, in the order of the core's DType.
 MESSAGE_WORDS = dict(
     zip((torch.float16, torch.bfloat16, torch.float32, torch.float64), _words, strict=True)

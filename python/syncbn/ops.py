@@ -61,7 +61,6 @@ class _Operator:
     this rank alone."""
 
     statistics, negative_slope = "reproducible", 0.0
-    record = None
 
     def __init__(
         self,

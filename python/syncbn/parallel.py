@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .baton import Request, ThreadState, inside, run_in_turns
-from .devices import give_up, train_on_devices
-from .errors import DivergenceError
+from .baton import Generators, inside, run_in_turns
 from .exchange import callers, groups, host
 from .exchange.call import Call, Peers, Said, tag_of
+from .exchange.sums import Parties, exponent_of, pack, unpack
 from .exchange.transport import SUMMED
-from .exchange.tree import Tree
 from .exchange.turn import refuse_on_host
-from .nn import SyncBatchNorm
+from .meeting_point import Meeting
+from .namespaces import Namespaces
+from .step import recomputation
 from .step.options import check_module
 from .step.surroundings import Streams, is_fake, refuse_tracing
 
@@ -103,8 +103,8 @@ def fixed_order_hook(
     """Averages gradients over the ranks in one fixed order, as a communication hook of
     DistributedDataParallel: model.register_comm_hook(None, syncbn.parallel.fixed_order_hook).
 
-    Each element is added in one binary tree over the ranks. The bits depend neither on buckets nor
-    on the algorithm that NCCL or Gloo would choose.
+    Gradients are rounded so that their sums in float64 are exact. The bits depend neither on
+    buckets nor on the algorithm that NCCL or Gloo would choose.
 
     Args:
         process_group: that of the model; None is the default group.
@@ -113,9 +113,15 @@ def fixed_order_hook(
     Returns:
         Their averages.
     """
-    tree = Tree(None, process_group)
+    parties = Parties(None, callers.sharing(process_group, None), "syncbn.fixed_order_hook")
+    gradients = bucket.gradients()
+    own = pack([exponent_of([gradient]) for gradient in gradients])
+    words = parties.gather("bucket", {"gradients": len(gradients)}, own)
+    exponents = unpack(words, len(gradients))
+    for g, total in zip(gradients, parties.total("bucket", [[g] for g in gradients], exponents)):
+        g.copy_(total.div_(parties.processes).view(g.shape))
     future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(tree.total([bucket.buffer()]).div_(tree.processes))
+    future.set_result(bucket.buffer())
     return future
 
 
@@ -162,44 +168,20 @@ class _Replicate(torch.autograd.Function):
         return None, *totals
 
 
-def _copy_of(module: nn.Module, device: torch.device, tensors: dict[int, Tensor]) -> nn.Module:
-    """Makes a copy of the module tree. tensors: copies by id; others are made here and added."""
-
-    def copied(t: Tensor | None) -> Tensor | None:
-        if t is not None and id(t) not in tensors:
-            tensors[id(t)] = t.detach().to(device, copy=True)
-        return None if t is None else tensors[id(t)]
-
-    copies: dict[int, Any] = {id(m): m._replicate_for_data_parallel() for m in module.modules()}
-    for m in module.modules():
-        copy = copies[id(m)]
-        copy._compiled_call_impl = None  # it calls the original
-        for name, child in m._modules.items():
-            copy._modules[name] = None if child is None else copies[id(child)]
-        for name, parameter in m._parameters.items():
-            # nn.LSTM watches the assignment; parameters() reads the dictionary.
-            setattr(copy, name, copied(parameter))
-            copy.__dict__.pop(name, None)
-            copy._parameters[name] = copied(parameter)
-        for name, buffer in m._buffers.items():
-            copy._buffers[name] = copied(buffer)
-    return copies[id(module)]
-
-
-def _replicas(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
-    """Makes a copy of the module per device, through which gradients flow to its parameters. The
-    first device's copy has the module's own buffers, so that what it writes to them stays."""
-    own = [*module.buffers(), *(p for p in module.parameters() if not p.requires_grad)]
+def _namespaces(module: nn.Module, devices: Sequence[torch.device]) -> Namespaces:
+    """Makes a namespace of the module for each device, through which gradients flow to its
+    parameters. The first device has the module's own buffers, so that what it writes to them
+    stays."""
     parameters = [p for p in module.parameters() if p.requires_grad]
+    others = [*module.buffers(), *(p for p in module.parameters() if not p.requires_grad)]
     n = len(parameters)
     copies = _Replicate.apply(devices, *parameters) if n else ()
-    replicas = []
+    substitutes = []
     for k, device in enumerate(devices):
-        tensors = {id(p): c for p, c in zip(parameters, copies[k * n : (k + 1) * n])}
-        if k == 0:
-            tensors.update((id(t), t) for t in own)
-        replicas.append(_copy_of(module, device, tensors))
-    return replicas
+        own = others if k == 0 else [t.detach().to(device, copy=True) for t in others]
+        given = zip([*parameters, *others], [*copies[k * n : (k + 1) * n], *own])
+        substitutes.append({id(t): other for t, other in given})
+    return Namespaces(module, substitutes)
 
 
 def _device(device: torch.device | str | int) -> torch.device:
@@ -289,12 +271,18 @@ class SelfDataParallel(nn.Module):
         if len(self.devices) == 1:
             return [self._run(self.module, arguments[0], streams[0])]
         refuse_tracing("SelfDataParallel", None, len(self.devices))
-        modules = [self.module] * len(self.devices)
-        if self.replicate:
-            modules = _replicas(self.module, self.devices)
-        meeting = _Meeting(self.module, modules)
-        calls = [functools.partial(self._run, *each) for each in zip(modules, arguments, streams)]
-        return run_in_turns(calls, meeting.meet, meeting.give_up)
+        spaces = [_namespaces(self.module, self.devices)] if self.replicate else []
+        meeting = Meeting(self.module, *spaces)
+        calls = [functools.partial(self._run, self.module, *one) for one in zip(arguments, streams)]
+        worlds = [Generators(len(self.devices)), *spaces]
+        with contextlib.ExitStack() as stack:
+            for space in spaces:
+                stack.enter_context(recomputation.wrapped(space.bound))
+            outputs = run_in_turns(calls, meeting.meet, meeting.give_up, worlds)
+        for space in spaces:  # buffers that the first device assigned
+            for base, first in zip(space.base, space.spaces[0]):
+                base["_buffers"].update(first["_buffers"])
+        return outputs
 
     @staticmethod
     def _run(
@@ -323,73 +311,3 @@ class SelfDataParallel(nn.Module):
 
     def extra_repr(self) -> str:
         return f"devices={[str(d) for d in self.devices]}, replicate={self.replicate}"
-
-
-class _Meeting:
-    """What devices do at a layer: the list form of the layer that their copies were made from."""
-
-    def __init__(self, module: nn.Module, modules: Sequence[nn.Module]) -> None:
-        self._originals: dict[int, SyncBatchNorm] = {}
-        self._names: dict[int, str] = {}
-        for name, layer in module.named_modules():
-            if isinstance(layer, SyncBatchNorm):
-                self._names[id(layer)] = name or layer.state.name
-        for other in modules:
-            for layer, copy in zip(module.modules(), other.modules()):
-                if isinstance(layer, SyncBatchNorm):
-                    self._originals[id(copy)] = layer
-
-    def _original(self, layer: SyncBatchNorm) -> SyncBatchNorm:
-        return self._originals.get(id(layer), layer)
-
-    def meet(self, requests: list[Request | None]) -> list[Tensor]:
-        waiting = [r for r in requests if r is not None]
-        ended = len(waiting) < len(requests)
-        if ended or any(self._place(r) != self._place(waiting[0]) for r in waiting):
-            error = DivergenceError(self._difference(requests))
-            self.give_up(requests, error)
-            raise error
-        first = waiting[0]
-        with first.state.entered():
-            residuals = [r.residual for r in waiting if r.residual is not None]
-            ys = train_on_devices(
-                self._original(first.layer),
-                [r.x for r in waiting],
-                residuals or None,
-                [r.mask for r in waiting],
-            )
-        node: Any = ys[0].grad_fn
-        if node is not None:
-            node._set_sequence_nr(max(r.number for r in waiting))
-        return ys
-
-    def give_up(self, requests: list[Request | None], error: BaseException) -> None:
-        """Tells the other processes, at the layers where devices wait; where none does, at any
-        that trains."""
-        calls = [(self._original(r.layer), r.x) for r in requests if r is not None]
-        trained = (layer for layer in self._originals.values() if layer.training and layer.sync)
-        give_up(calls or [(layer, None) for layer in trained][:1], error)
-
-    def _place(self, request: Request) -> tuple[int, ThreadState, bool]:
-        residual = request.residual is not None
-        return id(self._original(request.layer)), request.state, residual
-
-    def _difference(self, requests: list[Request | None]) -> str:
-        places: dict[str, list[str]] = {}
-        for k, request in enumerate(requests):
-            text = "finished"
-            if request is not None:
-                layer = self._original(request.layer)
-                state = request.state
-                autocast = [f"{kind} {dtype}" for kind, on, dtype in state.autocast if on]
-                text = (
-                    f"at layer {self._names.get(id(layer), layer.state.name)!r} (grad mode "
-                    f"{state.grad}, inference mode {state.inference}, autocast "
-                    f"{', '.join(autocast) or 'off'}, "
-                    f"{'no' if request.residual is None else 'a'} residual)"
-                )
-            places.setdefault(text, []).append(str(k))
-        return "the devices of this process did not make the same call: " + "; ".join(
-            f"{'device' if len(ks) == 1 else 'devices'} {', '.join(ks)} {text}"
-            for text, ks in places.items()
-        )

@@ -19,7 +19,9 @@ class OnCuda:
 
     def __getattr__(self, name):
         operator = getattr(torch.ops.syncbn, name).default
-        if name.startswith("batch_norm"):  # in Python, of the others
+        if (
+            name.startswith("batch_norm") or name == "form"
+        ):  # in Python, of the others; on no device
             return operator
         return functools.partial(operator._op_dk, torch._C.DispatchKey.CUDA)
 

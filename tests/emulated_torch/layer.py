@@ -105,7 +105,7 @@ def check_batch_norm_of_ranks_that_disagree():
     x = random((4, 6, 5), 1).requires_grad_()
     variables = (random(6, 3), random(6, 4).abs(), None, None, torch.tensor([2]))
 
-    def exchange(_, message, *__):
+    def exchange(_, turn, message, *__):
         merged = message.clone()
         merged[1] += 1  # the sum of fingerprints
         return merged, None

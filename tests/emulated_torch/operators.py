@@ -15,6 +15,11 @@ def total(messages):
     return torch.stack(messages).sum(0)
 
 
+def placed(messages):
+    """The sum of messages with a place for the record of each rank."""
+    return torch.cat([total([m[:8] for m in messages]), *(m[8:] for m in messages)])
+
+
 def step(ops, xs, dys, weight, bias, residual, kind, mask, call):
     """All operators of a step of several ranks, on the first of them."""
     x, count, counters = xs[0], len(xs), call.clone()
@@ -113,7 +118,7 @@ def check_welford():
         messages = [rank.begin(word=5) for rank in ranks]
         assert_equal([messages[0][:9]], [own[:9]], dtype)
         first = ranks[0]
-        first.finish(total([m[:8] for m in messages]), count, torch.cat(messages))
+        first.finish(placed(messages), count)
         whole = torch.cat(xs).double()
         elements, size = whole.numel() // 4, whole.abs().max()
         bound = 3 * elements * (2**-53 if dtype == torch.float64 else 2**-24)
@@ -154,6 +159,7 @@ def check_given_statistics():
             results = []
             for ops in (on_cuda, on_cpu):
                 y, saved = ops.evaluate(x, mean, var, weight, bias, eps=1e-3)
+                info_of(saved).zero_()
                 dx, form = torch.empty_like(x), Rank(x, ops=ops).form
                 given = (dy, x, saved, weight, None, None, None, form, False)
                 ops.backward_finish(*given, (dx, None, None, None), (None,) * 3, 1)
@@ -168,14 +174,14 @@ def check_refused_welford_call_gives_nan():
         message = rank.begin()
         refusal = torch.zeros_like(message)
         refusal[3] = 1
-        y = rank.finish(total([message, refusal])[:8], 2, torch.cat([message, refusal]))
+        y = rank.finish(placed([message, refusal]), 2)
         assert all(t.isnan().all() for t in (y, rank.mean, rank.var, rank.rstd))
         assert info_of(rank.saved).tolist() == [-1, 0]
 
 
-def refused(text, function, *arguments):
+def refused(text, function, *arguments, **options):
     try:
-        function(*arguments)
+        function(*arguments, **options)
     except Exception as error:
         assert text in str(error), error
         return
@@ -191,7 +197,7 @@ def check_errors():
     refused("weight: got", Rank(x, x[0, 0], ops=on_cuda).begin)
     refused("eps: got", Rank(x, eps=-1.0, ops=on_cuda).begin)
     refused("bias: got", Rank(x, None, x[0, 0], in_place=True, ops=on_cuda).begin)
-    refused("mean: got 2 entries", on_cuda.evaluate, x, mean[:2], mean, None, None, 0.0)
+    refused("mean: got 2 entries", on_cuda.evaluate, x, mean[:2], mean, None, None, eps=0.0)
 
 
 run_checks(globals())

@@ -7,7 +7,7 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parents[2]
 TESTS = PROJECT / "tests" / "python"
 #: What is about the whole, and what several folders need.
-OTHERS = {"bindings", "bits", "cuda", "interop", "project", "support"}
+OTHERS = {"bindings", "bits", "cuda", "interop", "jax", "project", "support"}
 
 
 def test_python_tests_lie_in_the_folders_of_the_package(pytestconfig):

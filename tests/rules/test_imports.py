@@ -12,13 +12,15 @@ LAYERS = (
     ("_build", "errors", "fingerprints", "recognition"),
     ("operators",),
     ("exchange",),
-    ("step",),
-    ("baton", "devices"),
+    ("step", "baton"),
+    ("devices", "namespaces"),
+    ("meeting_point",),
     ("functional", "ops"),
     ("nn",),
-    ("models.classes",),
+    ("models.classes", "models.frozen"),
     ("graph", "parallel"),
     ("models", "shares"),
+    ("prove",),
     ("__main__", "__init__"),
 )
 

@@ -1,124 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ranks must have in common, and what they say when they do not."""
 
-from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
-from ..operators import (
-    DTYPES,
-    FRAME_WORDS,
-    FRAMED,
-    HEADER_BACKWARD,
-    HEADER_FLAGS,
-    HEADER_WORDS,
-    REJECTED,
-    message_words,
-    ops,
-    without_modes,
-)
-from . import callers
-from .call import COMES, WANTS_SUMS, Backward, Call, Peers, tag_of
-from .failing import Attempt, Refusal
-from .transport import Transport
-
-_OnHost = TypeVar("_OnHost", bound="OnHost")
+from ..operators import COMES, DTYPES, FRAME_WORDS, HEADER_WORDS, WANTS_SUMS, ops, without_modes
+from .call import Backward, Call, Peers, tag_of
 
 
-def _beyond(first: torch.Tensor, message: torch.Tensor, words: int) -> torch.Tensor:
-    """Gives so many words of a message beyond what went first. A rank without samples, of another
-    dtype than the group, brings zeros."""
-    rest = message[first.numel() :][:words]
-    return F.pad(rest, (0, words - rest.numel()))
-
-
-class OnHost(Transport):
-    """The way of messages on the host, where the calls of all ranks are compared. A class for each
-    way from rank to rank has sum_words()."""
+class Engine(Protocol):
+    """Sums int64 words over the ranks of a group, on the host; OnHost of host.py does."""
 
     peers: Peers
-    way = message_way = FRAMED
-    #: Words that a first message has at least; 0: it may have any length, also a wrong one.
-    frame_words = FRAME_WORDS
+    frame_words: int
 
-    def __init__(self, peers: Peers) -> None:
-        self.peers, self.ranks = peers, peers.ranks
+    def within(self, seconds: float) -> "Engine": ...
 
-    def within(self: _OnHost, seconds: float) -> _OnHost:
-        """Gives the way to the same ranks, which wait for each other so long at most."""
-        limit = min(self.peers.timeout, seconds)
-        return type(self)(self.peers._replace(timeout=limit))
+    def sum_words(self, words: torch.Tensor, call: Call) -> torch.Tensor: ...
 
-    @abstractmethod
-    def sum_words(self, words: torch.Tensor, call: Call) -> torch.Tensor:
-        """Sums int64 words, into a tensor of its own: backward needs the rank's own, too."""
-
-    def sum_first(self, message: torch.Tensor, call: Call) -> torch.Tensor:
-        """Sums what goes first: the frame."""
-        return self.sum_words(message[: self.frame_words], call)
-
-    def exchange(self, turn, message, merged, channels, records=0):
-        turn.sent, call = True, turn.call
-        first = self.sum_first(message, call) if merged is None else merged
-        # A mode of the caller's that raised here would leave the others alone with the sum.
-        with without_modes():
-            dtype = check_header(first, self, call)
-            words = 0 if dtype is None else message_words(channels, dtype, records)
-            if words <= first.numel():
-                return first, None
-            rest = _beyond(first, message, words - first.numel())
-        return first, self.sum_words(rest, call)
-
-    def sum(self, x, tag, call):
-        """Sums x after the tags, which go first, in a message of the frame's length."""
-        if tag is not None:
-            agree(torch.empty(0, dtype=torch.int64, device="cpu"), tag, self, call)
-        return self._sum_numbers(x.cpu(), call).to(x.device)
-
-    def _sum_numbers(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        """Sums tensors of one of SUMMED, equal in shape on all ranks."""
-        total = x.clone(memory_format=torch.contiguous_format)
-        numbers = torch.view_as_real(total) if total.is_complex() else total
-        with Attempt(self.peers, call) as attempt:
-            sum_over_gloo(numbers, self.peers.group_name, attempt)
-        return total
-
-    def backward_of(self, word, merged, own, turn):
-        if merged is not None:
-            with without_modes():
-                word = int(merged[HEADER_BACKWARD].item())
-        return backward_of(word, own, self, turn.call)
-
-    def refuse(self, call, error, x=None, parameter=None):
-        reason = str(error).removeprefix(f"{call}, {self.peers}: ")
-        text = f"{call}: {type(error).__name__}: {reason}"
-        error.told_to = self.peers.group_name  # for what tells it to further ranks
-
-        def tell() -> None:
-            with without_modes():
-                words = max(self.frame_words, HEADER_WORDS)
-                refusal = torch.zeros(words, dtype=torch.int64, device="cpu")
-                refusal[HEADER_FLAGS] = REJECTED
-                self.sum_first(refusal, call)
-                exchange_texts(text, self, call)
-
-        Refusal(self.peers, text, tell)
+    def sum_first(self, message: torch.Tensor, call: Call) -> torch.Tensor: ...
 
 
-def sum_over_gloo(total: torch.Tensor, group: str, attempt: Attempt) -> torch.Tensor:
-    """Sums over the group, and writes the sum over what it is made of."""
-    options = dist.AllreduceOptions()
-    options.timeout = attempt.timeout
-    attempt.wait(callers.resolve(group).allreduce([total], options))
-    return total
-
-
-def check_header(merged: torch.Tensor, engine: OnHost, call: Call) -> torch.dtype | None:
+def check_header(merged: torch.Tensor, engine: Engine, call: Call) -> torch.dtype | None:
     """Gives the dtype of the ranks with samples, if any; raises if the calls differ."""
     peers = engine.peers
     _, agree, rejected, dtype = ops.header(merged, peers.ranks).tolist()
@@ -134,7 +40,7 @@ def check_header(merged: torch.Tensor, engine: OnHost, call: Call) -> torch.dtyp
 _SEPARATOR = "\x1f"
 
 
-def exchange_texts(text: str, engine: OnHost, call: Call) -> dict[int, str]:
+def exchange_texts(text: str, engine: Engine, call: Call) -> dict[int, str]:
     """Brings each rank's text to all in one more frame; this rank's alone if others do not come.
     All ranks see the same header and come here, unless one was interrupted: hence the short limit.
     A text that is too long loses the fields at its end."""
@@ -190,7 +96,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-def numbers_of_ranks(number: int, tag: int, engine: OnHost | None, call: Call) -> list[int]:
+def numbers_of_ranks(number: int, tag: int, engine: Engine | None, call: Call) -> list[int]:
     """Gives every rank's number. Raises DivergenceError on every rank if tags (20 bits) differ, or
     other ranks are in another exchange of the group."""
     if engine is None:
@@ -200,7 +106,7 @@ def numbers_of_ranks(number: int, tag: int, engine: OnHost | None, call: Call) -
     return agree(numbers, tag, engine, call).tolist()
 
 
-def raise_together(error: Exception | None, engine: OnHost | None, call: Call) -> None:
+def raise_together(error: Exception | None, engine: Engine | None, call: Call) -> None:
     """Raises this rank's error, and on ranks without one a ValueError that quotes the others'. A
     collective call, also where there is no error."""
     failed = numbers_of_ranks(int(error is not None), 0, engine, call)
@@ -216,7 +122,7 @@ def raise_together(error: Exception | None, engine: OnHost | None, call: Call) -
         raise ValueError("; ".join(f"rank {r}: {text}" for r, text in texts.items() if text))
 
 
-def agree(words: torch.Tensor, tag: int, engine: OnHost, call: Call) -> torch.Tensor:
+def agree(words: torch.Tensor, tag: int, engine: Engine, call: Call) -> torch.Tensor:
     """Sums a few words over ranks with equal tags, in a first message."""
     size = HEADER_WORDS + words.numel()
     words_in_all = max(engine.frame_words, size)
@@ -250,7 +156,7 @@ def check_count(merged: torch.Tensor | None, own: int, sizes: str) -> None:
 _COUNTER = WANTS_SUMS - 1
 
 
-def backward_of(word: int, own: int, engine: OnHost, call: Call) -> Backward:
+def backward_of(word: int, own: int, engine: Engine, call: Call) -> Backward:
     """Reads what a forward's merged header says of its backward, in a word. own: this rank's. If
     not all ranks can come to an exchange that some want, they say now who cannot."""
     wants = (bool(word & _COUNTER), bool(word // WANTS_SUMS & _COUNTER))

@@ -3,11 +3,10 @@
 
 import re
 import zlib
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-
-from ..operators import MAX_RANKS
 
 
 class Peers(NamedTuple):
@@ -76,10 +75,10 @@ class Call(NamedTuple):
 class Said(NamedTuple):
     """What ranks must say alike in an exchange that is of no layer, in the place of its options."""
 
-    fields: dict[str, object]
+    fields: Mapping[str, object]
 
     def shared(self) -> dict[str, object]:
-        return self.fields
+        return dict(self.fields)
 
 
 def tag_of(*what: object) -> int:
@@ -97,11 +96,6 @@ class Backward(NamedTuple):
     sums: bool
     absent: tuple[int, ...] = ()
 
-
-#: Counters of ranks in the header's word about backward: of those that want the gradient of x, of
-#: those that want the global gradients of weight and bias, and of those that can come.
-_COUNTER = 2 * MAX_RANKS
-WANTS_X, WANTS_SUMS, COMES = 1, _COUNTER, _COUNTER**2
 
 #: An operator's error about an argument.
 _INVALID = re.compile(r"\w+: got [^\n]*, expected ")

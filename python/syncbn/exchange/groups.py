@@ -214,6 +214,8 @@ def training_peers(sharing: Sharing, who: str | Callable[[], str]) -> Peers | No
         known = usual.group()
         if known is not None and known is resolve(sharing.name) and known.size() == usual.size:
             return usual.own
+    if looked and sharing.name is None and not initialized():
+        return None
     found = peers(sharing, who)
     if found is not None and not callers.changes(group := resolve(sharing.name)):
         _usual[sharing] = _Usual(weakref.ref(group), group.size(), found)

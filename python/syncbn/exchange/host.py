@@ -3,8 +3,10 @@
 messages of a step take, by where they lie and to whom they go."""
 
 import functools
+from abc import abstractmethod
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
@@ -12,20 +14,25 @@ from ..operators import (
     DIVERGED,
     DONE,
     DTYPES,
+    FRAME_WORDS,
+    FRAMED,
+    HEADER_BACKWARD,
+    HEADER_FLAGS,
     HEADER_WORDS,
     MESSAGE,
     NO_MEMORY,
     PENDING,
+    REJECTED,
     SLICE,
     TIMEOUT,
     UNCHECKED,
     message_words,
     ops,
+    without_modes,
 )
-from . import agreement
-from .agreement import OnHost, sum_over_gloo
+from . import agreement, callers
 from .call import Call, Peers
-from .failing import Attempt, Refused
+from .failing import Attempt, Refusal, Refused
 from .transport import ALONE_WAY, InStream, Transport
 
 
@@ -34,6 +41,94 @@ def engine_of(peers: Peers) -> "OnHost":
     if peers.shared is None:
         return Gloo(peers)
     return SharedMemory(peers) if peers.nodes == 1 else SharedMemoryAndGloo(peers)
+
+
+def _beyond(first: torch.Tensor, message: torch.Tensor, words: int) -> torch.Tensor:
+    """Gives so many words of a message beyond what went first. A rank without samples, of another
+    dtype than the group, brings zeros."""
+    rest = message[first.numel() :][:words]
+    return F.pad(rest, (0, words - rest.numel()))
+
+
+class OnHost(Transport):
+    """The way of messages on the host, where the calls of all ranks are compared. A class for each
+    way from rank to rank has sum_words()."""
+
+    peers: Peers
+    way = message_way = FRAMED
+    #: Words that a first message has at least; 0: it may have any length, also a wrong one.
+    frame_words = FRAME_WORDS
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers, self.ranks = peers, peers.ranks
+
+    def within(self, seconds):
+        """Gives the way to the same ranks, which wait for each other so long at most."""
+        limit = min(self.peers.timeout, seconds)
+        return type(self)(self.peers._replace(timeout=limit))
+
+    @abstractmethod
+    def sum_words(self, words: torch.Tensor, call: Call) -> torch.Tensor:
+        """Sums int64 words, into a tensor of its own: backward needs the rank's own, too."""
+
+    def sum_first(self, message: torch.Tensor, call: Call) -> torch.Tensor:
+        """Sums what goes first: the frame."""
+        return self.sum_words(message[: self.frame_words], call)
+
+    def exchange(self, turn, message, merged, channels, records=0):
+        turn.sent, call = True, turn.call
+        first = self.sum_first(message, call) if merged is None else merged
+        # A mode of the caller's that raised here would leave the others alone with the sum.
+        with without_modes():
+            dtype = agreement.check_header(first, self, call)
+            words = 0 if dtype is None else message_words(channels, dtype, records)
+            if words <= first.numel():
+                return first, None
+            rest = _beyond(first, message, words - first.numel())
+        return first, self.sum_words(rest, call)
+
+    def sum(self, x, tag, call):
+        """Sums x after the tags, which go first, in a message of the frame's length."""
+        if tag is not None:
+            agreement.agree(torch.empty(0, dtype=torch.int64, device="cpu"), tag, self, call)
+        return self._sum_numbers(x.cpu(), call).to(x.device)
+
+    def _sum_numbers(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        """Sums tensors of one of SUMMED, equal in shape on all ranks."""
+        total = x.clone(memory_format=torch.contiguous_format)
+        numbers = torch.view_as_real(total) if total.is_complex() else total
+        with Attempt(self.peers, call) as attempt:
+            _sum_over_gloo(numbers, self.peers.group_name, attempt)
+        return total
+
+    def backward_of(self, word, merged, own, turn):
+        if merged is not None:
+            with without_modes():
+                word = int(merged[HEADER_BACKWARD].item())
+        return agreement.backward_of(word, own, self, turn.call)
+
+    def refuse(self, call, error, x=None, parameter=None):
+        reason = str(error).removeprefix(f"{call}, {self.peers}: ")
+        text = f"{call}: {type(error).__name__}: {reason}"
+        error.told_to = self.peers.group_name  # for what tells it to further ranks
+
+        def tell() -> None:
+            with without_modes():
+                words = max(self.frame_words, HEADER_WORDS)
+                refusal = torch.zeros(words, dtype=torch.int64, device="cpu")
+                refusal[HEADER_FLAGS] = REJECTED
+                self.sum_first(refusal, call)
+                agreement.exchange_texts(text, self, call)
+
+        Refusal(self.peers, text, tell)
+
+
+def _sum_over_gloo(total: torch.Tensor, group: str, attempt: Attempt) -> torch.Tensor:
+    """Sums over the group, and writes the sum over what it is made of."""
+    options = dist.AllreduceOptions()
+    options.timeout = attempt.timeout
+    attempt.wait(callers.resolve(group).allreduce([total], options))
+    return total
 
 
 class Gloo(OnHost):
@@ -134,7 +229,9 @@ class SharedMemory(_InMemory):
                     self._fail_unless_done(status, attempt)
         except Refused as refused:
             turn.refused(refused.args[0])
-        return *given, None if status == DIVERGED else merged, status
+        if status == DIVERGED:  # in their lengths; the headers say why
+            merged = self.sum_words(given[-1][:HEADER_WORDS], call)
+        return *given, merged, UNCHECKED  # the sum is there, and the output is not
 
 
 class SharedMemoryAndGloo(_InMemory):
@@ -150,7 +247,7 @@ class SharedMemoryAndGloo(_InMemory):
                 total.zero_()
             else:
                 try:
-                    total = sum_over_gloo(total, self.peers.leaders, attempt)
+                    total = _sum_over_gloo(total, self.peers.leaders, attempt)
                 except BaseException as error:
                     ops.shm_leave(self._handle, f"between nodes: {error}"[:200])
                     raise

@@ -192,7 +192,7 @@ class _Attempt:
         while now != mine:
             token, whole, verdict = parts(now)
             if verdict not in ("", _ALL) and token not in self.before:
-                *_, at, beginning = verdict_of(verdict)
+                *_, at, beginning = verdict_of(verdict, ExchangeTimeout, PeerLost)
                 if at >= self.since and beginning >= self.beginning:
                     self.round = token
                     self._raise(verdict, "came")
@@ -274,7 +274,7 @@ class _Attempt:
         return decoded(key, self.store.compare_set(key, expected, value))
 
     def _raise(self, verdict: str, stage: str) -> NoReturn:
-        kind, text, *_ = verdict_of(verdict)
+        kind, text, *_ = verdict_of(verdict, ExchangeTimeout, PeerLost)
         raise _Over(kind, f"{text}; {self._others(stage)}")
 
     def _leaves(self, why: str) -> str:

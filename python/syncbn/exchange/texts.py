@@ -5,10 +5,6 @@ version of this package, may have written there."""
 import json
 from typing import Any, NamedTuple
 
-from ..errors import ExchangeTimeout, PeerLost
-
-_KINDS = {kind.__name__: kind for kind in (ExchangeTimeout, PeerLost)}
-
 
 class Offer(NamedTuple):
     """Holds what a rank announces. who: the layer or function that needs the group. asks: what all
@@ -73,8 +69,10 @@ def parts(now: str) -> tuple[str, str, str]:
     return token, whole, "".join(verdict)
 
 
-def verdict_of(text: str) -> tuple[type[Exception], str, float, int]:
-    kind, why, at, beginning = load("verdict", text, _VERDICT_FORM)
-    if kind not in _KINDS:
-        raise malformed("verdict", text)
-    return _KINDS[kind], why, at, beginning
+def verdict_of(text: str, *kinds: type[Exception]) -> tuple[type[Exception], str, float, int]:
+    """Reads an error of one of the kinds, why, when, and at which beginning of a round."""
+    name, why, at, beginning = load("verdict", text, _VERDICT_FORM)
+    for kind in kinds:
+        if kind.__name__ == name:
+            return kind, why, at, beginning
+    raise malformed("verdict", text)

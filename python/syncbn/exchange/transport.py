@@ -5,7 +5,7 @@ of it, what the ways have in common, and those that need no word from the host."
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,12 @@ from ..operators import (
     MESSAGE,
     MESSAGE_WORDS,
     REJECTED,
+    WANTS_SUMS,
+    WANTS_X,
     message_words,
 )
 from . import callers
-from .call import WANTS_SUMS, WANTS_X, Backward, Call, Peers
-
-if TYPE_CHECKING:
-    from .turn import Turn
+from .call import Backward, Call, Peers
 
 #: The first part of a sum, and the words beyond it or None.
 Merged = tuple[torch.Tensor, torch.Tensor | None]
@@ -38,7 +37,7 @@ SUMMED = (
 
 class Transport(ABC):
     """Brings messages to the ranks of a group. Errors of an exchange are raised on every rank that
-    takes part, and name the call."""
+    takes part, and name the call. A turn is that of turn.py, in which it happens."""
 
     #: Its name, as report() shows it.
     name: str
@@ -50,7 +49,7 @@ class Transport(ABC):
     #: Words that a first message has at least.
     frame_words = 0
 
-    def begin(self, turn: "Turn", run: Callable, arguments: tuple, way: int) -> Any:
+    def begin(self, turn: Any, run: Callable, arguments: tuple, way: int) -> Any:
         """Runs an operator that begins a direction, as far as `way`, and gives what it gives."""
         try:
             return run(*arguments, way)
@@ -60,7 +59,7 @@ class Transport(ABC):
     @abstractmethod
     def exchange(
         self,
-        turn: "Turn",
+        turn: Any,
         message: torch.Tensor,
         merged: torch.Tensor | None,
         channels: int,
@@ -81,9 +80,7 @@ class Transport(ABC):
         those of exchange(), also in stream order where x has no NaN."""
 
     @abstractmethod
-    def backward_of(
-        self, word: int, merged: torch.Tensor | None, own: int, turn: "Turn"
-    ) -> Backward:
+    def backward_of(self, word: int, merged: torch.Tensor | None, own: int, turn: Any) -> Backward:
         """Tells who takes part in the backward of a forward. word: what the merged header says, or
         merged the message that begins with it. own: this rank's word."""
 

@@ -20,8 +20,9 @@ _KNOWN_TO_ALL = (DivergenceError, ExchangeTimeout, PeerLost, NotImplementedError
 
 def ranged(function: Callable[..., Any], turn: "Turn", part: str) -> Callable[..., Any]:
     """Gives the function as a range of a profile, "syncbn::", the layer's name, the direction if it
-    is not forward, and the part of it. Where no profile is taken, it is the function itself."""
-    if not profiler._is_profiler_enabled:
+    is not forward, and the part of it. Of one rank, and where no profile is taken, it is the
+    function itself."""
+    if not profiler._is_profiler_enabled or turn.peers is None:
         return function
     call = turn.call
     name = call.layer if call.direction == "forward" else f"{call.layer} {call.direction}"

@@ -16,7 +16,6 @@ from ..exchange.texts import Malformed, load
 from ..fingerprints import bytes_of
 from ..nn import SyncBatchNorm, device_of
 from ..step.options import ADDED_OPTIONS
-from .sharing import place_of
 
 _NAME = "syncbn.check"
 _TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
@@ -83,7 +82,7 @@ def compare(layers: Iterable[tuple[str, SyncBatchNorm]], error: Exception | None
     own: dict[str, Described] = {}
     try:
         if error is None:
-            own = {place_of(path, layer): _describe(layer) for path, layer in layers}
+            own = {layer.state.place_of(path): _describe(layer) for path, layer in layers}
     except Exception as raised:
         error = raised
     text = json.dumps(own) if error is None else f"!{type(error).__name__}: {error}"

@@ -2,177 +2,245 @@
 """Notes of a training that two runs can be compared by, on any two numbers of processes."""
 
 import contextlib
-import functools
-import hashlib
-import itertools
+import glob
 import json
 import os
-from collections import Counter, defaultdict
+import warnings
 from collections.abc import Iterator
-from typing import Any, TextIO
+from io import RawIOBase
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._pytree import tree_leaves
 
 from ..exchange import callers
-from ..fingerprints import bytes_of, unwrapped
-from ..nn import layers_of
-from ..operators import DTYPES, HEADER_WORDS, MESSAGE_WORDS, ops
+from ..fingerprints import fingerprint, inner, unwrapped
+from ..nn import SyncBatchNorm, layers_of
+from ..shares import Shares
+from ..shares.checks import options_of
+from ..step.node import is_layer
 
-#: Digits of the first sum, of radix 2^52 (docs/numerics.md, section 2), and the largest one.
-_FIRST = {torch.float16: 2, torch.bfloat16: 6, torch.float32: 6, torch.float64: 41}
-_LARGEST = 2**52 - 1
-#: Messages that are kept until the optimizer's step.
-_MOST_KEPT = 1024
+#: What is noted, in the order in which it depends on what came before.
+_KINDS = ("environment", "parameter", "batch", "forward", "loss", "gradient")
+#: Modules that are being recorded in this process.
+_recorded: set[int] = set()
+
+
+def _hash(value: Any) -> str:
+    return fingerprint(value)[:16]
 
 
 class _Notes:
-    """Writes notes. file: None on all ranks but one, which write none."""
+    """Writes notes, a line of JSON each: step, kind, share (-1: all shares have it in common),
+    number among its kind, name, value."""
 
-    def __init__(self, module: nn.Module, file: TextIO | None) -> None:
+    def __init__(self, module: nn.Module, training: Shares | None, file: RawIOBase) -> None:
+        self._module, self._training, self._file = module, training, file
+        self._paths = {id(m): unwrapped(path) for path, m in module.named_modules()}
         self._names = {id(p): unwrapped(name) for name, p in module.named_parameters()}
-        self._steps: Counter[tuple[str, str]] = Counter()
-        self._kept: list[tuple] = []
-        self._file = file
+        self._steps = self._depth = self._at = 0
+        self._numbers: dict[tuple[str, int], int] = {}
+        self._writes = True
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        for name, option in options_of(device).items():
+            self._note("environment", -1, name, option)
 
-    def _note(self, name: str, what: str, value: str) -> None:
-        """One line of the file: step, layer or parameter, what is noted of it, and the value."""
-        self._steps[name, what] += 1
-        print(json.dumps([self._steps[name, what] - 1, name, what, value]), file=self._file)
+    def _note(self, kind: str, share: int, name: str, value: str, step: int = 0) -> None:
+        if not self._writes:
+            return
+        if step != self._at:
+            self._at = step
+            self._numbers.clear()
+        number = self._numbers[kind, share] = self._numbers.get((kind, share), -1) + 1
+        try:
+            line = [step, kind, share, number, name, value]
+            self._file.write(f"{json.dumps(line)}\n".encode())
+        except OSError as error:
+            self._writes = False
+            warnings.warn(f"syncbn.record: {error}; the notes end here", stacklevel=2)
 
-    def keep_sums(
-        self, name: str, direction: str, ranks: int, channels: int, merged: Tensor, more: Any
-    ) -> None:
-        if self._file is not None:
-            self._kept.append((name, direction, ranks, channels, merged, more))
-            if len(self._kept) == _MOST_KEPT:
-                self.note_kept()
+    def share(self, share: int, batch: Any, loss: Tensor) -> None:
+        """What Shares tells of each share, after the forward."""
+        step = self._training.steps  # type: ignore[union-attr]
+        self._note("batch", share, "batch", _hash(_tensors(batch)), step)
+        self._note("loss", share, "loss", _hash(loss), step)
 
-    def note_kept(self) -> None:
-        for (name, direction, *_), value in zip(self._kept, _hashes_of_sums(self._kept)):
-            self._note(name, direction, value)
-        self._kept = []
+    def forward(self, module: nn.Module, _: Any, output: Any) -> None:
+        path = self._paths.get(id(module))
+        if path is None or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return
+        if self._training is not None:
+            if (share := self._training.running()) is not None:
+                self._note("forward", share, path, _hash(_tensors(output)), self._training.steps)
+        elif isinstance(module, SyncBatchNorm):
+            first = next(iter(_tensors(output)), None)
+            if first is not None and is_layer(first.grad_fn):
+                saved = first.grad_fn.saved_tensors[3]  # type: ignore[union-attr]
+                statistics = saved[: 2 * first.shape[1]]
+                self._note("forward", -1, path, _hash(statistics), self._steps)
 
     @torch.no_grad()
-    def note_gradients(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if self._file is None:
+    def before(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self._depth += 1
+        if self._depth > 1:  # an optimizer that steps another
             return
-        self.note_kept()
+        if self._training is not None:
+            self._steps = max(0, self._training.steps - 1)
         given = [p for group in optimizer.param_groups for p in group["params"]]
-        named = [p for p in given if id(p) in self._names and p.grad is not None]
-        sums = [_sum_of_bits(p.grad) for p in named]
-        values = torch.stack(sums).tolist() if sums else []
-        for p, value in zip(named, values):
-            self._note(self._names[id(p)], "gradient", f"{value % 2**64:016x}")
+        named = [(self._names[id(p)], p) for p in given if id(p) in self._names]
+        for name, p in reversed(named):  # as backward comes to them
+            if p.grad is not None:
+                self._note("gradient", -1, name, _hash(p.grad), self._steps)
+        for name, p in named:
+            self._note("parameter", -1, name, _hash(p), self._steps)
+
+    def after(self, *_: object) -> None:
+        self._depth = max(0, self._depth - 1)
+        if self._depth == 0:
+            self._steps += 1
+
+    def end(self) -> None:
+        """Notes what the last step of an optimizer made."""
+        for p in self._module.parameters():
+            self._note("parameter", -1, self._names[id(p)], _hash(p), self._steps)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _files(path: str | os.PathLike[str]) -> list[str]:
+    """Of all ranks."""
+    others = [p for p in glob.glob(f"{glob.escape(str(path))}.*") if p.rpartition(".")[2].isdigit()]
+    return [str(path), *sorted(others)]
 
 
 @contextlib.contextmanager
 def record(module: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
     """Notes in a file, while a with block runs, what two trainings can be compared by.
 
-        with syncbn.record(model, "run_a"):
+        with syncbn.record(training, "run_a"):
             train_some_steps()
 
-    For each step and synchronized layer it notes a hash of the exact sums of forward and backward,
-    which neither the number of processes nor the order of samples changes, and at each step of a
-    torch.optim optimizer the sum of the bits of each parameter's gradient. `python -m syncbn diff
-    run_a run_b` names the first step and layer where two runs differ. Training has the same bits
-    inside the block as outside. All ranks enter the block, and rank 0 writes the file. Layers in
-    compiled graphs and with statistics="welford" are not noted.
+    For each step it notes hashes: of a syncbn.Shares the batch, the outputs of all modules and the
+    loss of each share; of another model the mean and variance of each synchronized layer; and at
+    each step of a torch.optim optimizer each gradient and parameter; and first of all the
+    environment. `python -m syncbn diff run_a run_b` names the first thing in which two runs, or the
+    ranks of one, differ. Training has the same bits inside the block as outside. All ranks enter
+    the block; rank 0 writes the file, and rank r one with .r after its name. Layers in compiled
+    graphs and with statistics="welford" are not noted.
 
     Args:
-        module: the model, or what it is wrapped in.
-        path: of the file, which is written over.
+        module: a syncbn.Shares, a model, or what it is wrapped in.
+        path: of the file, which is written over. Where it cannot be written, a warning says so, and
+            nothing is noted.
 
     Raises:
-        OSError: the file cannot be written.
-        RuntimeError: a layer is in another such block.
+        RuntimeError: the model is in another such block.
         ValueError: `module` is not a module.
     """
-    layers = layers_of(module)
-    for name, layer in layers:
-        if layer.state.record is not None:
-            raise RuntimeError(
-                f"record: got {name or 'a layer'}, which is being recorded already, expected one "
-                "block at a time"
-            )
-    writes = not callers.initialized() or dist.get_rank() == 0
-    with open(path, "w", encoding="utf-8") if writes else contextlib.nullcontext() as file:
-        notes = _Notes(module, file)
-        for name, layer in layers:
-            layer.state.record = functools.partial(notes.keep_sums, unwrapped(name))
-        hook = register_optimizer_step_pre_hook(notes.note_gradients)
+    layers_of(module)
+    training, model = (module if isinstance(module, Shares) else None), inner(module)
+    if id(model) in _recorded:
+        raise RuntimeError(
+            "record: got a model that is being recorded already, expected one block at a time"
+        )
+    there = callers.initialized()
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
+    with contextlib.ExitStack() as stack:
         try:
+            if rank == 0:  # of an earlier run on more processes
+                for old in _files(path)[1:]:
+                    if int(old.rpartition(".")[2]) >= ranks:
+                        os.remove(old)
+            name = f"{os.fspath(path)}.{rank}" if rank else path
+            file = stack.enter_context(open(name, "wb", buffering=0))
+        except OSError as error:
+            warnings.warn(f"syncbn.record: {error}; nothing is noted", stacklevel=3)
             yield
-        finally:
-            hook.remove()
-            for _, layer in layers:
-                layer.state.record = None
-            notes.note_kept()
+            return
+        notes = _Notes(model, training, file)
+        for handle in (
+            register_module_forward_hook(notes.forward),
+            register_optimizer_step_pre_hook(notes.before),
+            register_optimizer_step_post_hook(notes.after),
+        ):
+            stack.callback(handle.remove)
+        stack.callback(_recorded.discard, id(model))
+        _recorded.add(id(model))
+        if training is not None:
+            stack.callback(setattr, training, "observer", None)
+            training.observer = notes
+        yield
+        notes.end()
 
 
-def _hashes_of_sums(kept: list[tuple]) -> list[str]:
-    """Of what keep_sums() was told, all in one go: one by one they would take longer."""
-    hashes = ["no samples"] * len(kept)
-    rows: dict[torch.dtype, dict[int, Tensor]] = defaultdict(dict)
-    for i, (_, _, ranks, channels, merged, more) in enumerate(kept):
-        words = (merged if more is None else torch.cat([merged, more])).cpu()
-        kind = int(ops.header(words[:HEADER_WORDS], ranks)[3])
-        if kind >= 0:
-            size = MESSAGE_WORDS[DTYPES[kind]]
-            of_channels = words[HEADER_WORDS:][: channels * size]
-            rows[DTYPES[kind]][i] = of_channels.view(channels, size)
-    for dtype, own in rows.items():
-        values = _values_of_sums(torch.cat([*own.values()]), dtype)
-        for i, part in zip(own, values.split([len(each) for each in own.values()])):
-            hashes[i] = hashlib.blake2b(bytes_of(part), digest_size=8).hexdigest()
-    return hashes
+def _lines(path: str | os.PathLike[str]) -> dict[tuple, tuple[str, str]]:
+    """The lines of all ranks: by step, kind, number and share the name and the value."""
+    found: dict[tuple, tuple[str, str]] = {}
+    for file in _files(path):
+        with open(file, encoding="utf-8") as lines:
+            for line in lines:
+                try:
+                    step, kind, share, number, name, value = json.loads(line)
+                    place = int(step), _KINDS.index(kind), int(number), int(share)
+                except (ValueError, TypeError) as error:
+                    raise ValueError(f"{file}: got {line!r:.80}, expected a note") from error
+                if kind == "environment":
+                    place = -1, 0, number, share
+                if found.setdefault(place, (name, value)) != (name, value):
+                    first = f"{path}, whose ranks differ"
+                    raise _RanksDiffer(f"{first}: {_place(place, name)}")
+    return found
 
 
-def _values_of_sums(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the sums of channels are, whatever the number of ranks. The same sum has other digits on
-    another number, as carries are left to the end. The digits' sum is the same modulo 2^52 - 1. Of
-    counts of threads and ranks only whether they are 0."""
-    *digits, flags = words.split_with_sizes(
-        [_FIRST[dtype], MESSAGE_WORDS[dtype] - _FIRST[dtype] - 1, 1], 1
-    )
-    first, second = (((d & _LARGEST).sum(1) + (d >> 52).sum(1)) % _LARGEST for d in digits)
-    counts = flags.squeeze(1).contiguous()
-    for i in range(4):
-        first |= (counts >> 15 * i & 0x7FFF).sign() << 52 + i
-    return torch.stack([first, second], 1)
-
-
-def _sum_of_bits(gradient: Any) -> Tensor:
-    """Returns the sum of a gradient's bytes, taken as int64; zeros complete the last one."""
-    flat = gradient.contiguous().view(-1)
-    bytes_left = -flat.nbytes % 8
-    if bytes_left or flat.storage_offset() * flat.itemsize % 8:  # it may lie anywhere in a bucket
-        flat = nn.functional.pad(flat.view(torch.uint8), (0, bytes_left)).clone()
-    return flat.view(torch.int64).sum()
-
-
-def _lines(path: str | os.PathLike[str]) -> Iterator[list]:
-    with open(path, encoding="utf-8") as file:
-        yield from map(json.loads, file)
+class _RanksDiffer(Exception):
+    pass
 
 
 def first_difference(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> str | None:
     """A sentence about where two files of record() begin to differ; None if they do not."""
-    for own, other in itertools.zip_longest(_lines(a), _lines(b)):
-        if own == other:
+    try:
+        own, other = _lines(a), _lines(b)
+    except _RanksDiffer as error:
+        return str(error)
+    return _first(own, other, str(a), str(b))
+
+
+def hash_of(path: str | os.PathLike[str]) -> str:
+    """A hash of all that record() noted in a file, whatever the number of ranks."""
+    try:
+        return fingerprint(sorted(_lines(path).items()))[:32]
+    except _RanksDiffer:
+        return "none: its ranks differ"
+
+
+def _first(own: dict, other: dict, a: str, b: str) -> str | None:
+    for place in sorted(own.keys() | other.keys()):
+        mine, theirs = own.get(place), other.get(place)
+        if mine == theirs:
             continue
-        for path, ended, goes_on in ((a, own, other), (b, other, own)):
-            if ended is None:
-                return f"{path} ends before {_place(goes_on)}"
-        if own[:3] == other[:3]:
-            return f"{_place(own)}: {own[3]} in {a}, {other[3]} in {b}"
-        return f"{a} goes on with {_place(own)}, {b} with {_place(other)}"
+        for has, ended in ((theirs, a), (mine, b)):
+            if has is not None and (mine is None or theirs is None):
+                return f"{ended} has no {_place(place, has[0])}"
+        assert mine is not None and theirs is not None
+        if mine[0] == theirs[0]:
+            return f"{_place(place, mine[0])}: {mine[1]} in {a}, {theirs[1]} in {b}"
+        return f"{a} goes on with {_place(place, mine[0])}, {b} with {_place(place, theirs[0])}"
     return None
 
 
-def _place(line: list) -> str:
-    step, name, what, _ = line
-    return f"step {step}, {name or 'the layer'}, {what}"
+def _place(place: tuple, name: str) -> str:
+    step, kind, _, share = place
+    if step < 0:
+        return f"environment, {name}"
+    of = "" if share < 0 else f"share {share}, "
+    what = name if name == _KINDS[kind] else f"{name or 'the model'}, {_KINDS[kind]}"
+    return f"step {step}, {of}{what}"

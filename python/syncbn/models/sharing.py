@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from ..errors import DivergenceError
 from ..exchange import agreement, callers, groups
-from ..exchange.agreement import OnHost
+from ..exchange.agreement import Engine
 from ..exchange.call import Call, Peers, tag_of
 from ..exchange.host import engine_of
 from ..fingerprints import bytes_of
 from ..nn import Model, SyncBatchNorm, device_of, layers_of
-from ..step.layer_state import WRAPPERS
 from ..step.options import check_module
 from ..step.surroundings import has_no_values
 
@@ -106,7 +105,7 @@ def reset_groups(module: nn.Module | None = None, *, strict: bool = False) -> No
     for path, layer in layers_of(module):
         peers = layer.state.peers(layer.options()) if _exchanges(layer) else None
         if peers is not None:
-            layers[peers].append((place_of(path, layer), layer))
+            layers[peers].append((layer.state.place_of(path), layer))
     errors = []
     for peers in sorted(layers, key=lambda peers: peers.group_name):  # one order on all ranks
         try:
@@ -115,12 +114,6 @@ def reset_groups(module: nn.Module | None = None, *, strict: bool = False) -> No
             errors.append(error)
     if errors:
         raise errors[0]
-
-
-def place_of(path: str, layer: SyncBatchNorm) -> str:
-    """Gives the path of a layer without wrappers, which a rank may have alone."""
-    place = ".".join(part for part in path.split(".") if part not in WRAPPERS)
-    return place or layer.state.find_path()
 
 
 class _Compared(Call):
@@ -132,7 +125,7 @@ class _Compared(Call):
         return self.layers
 
 
-def _level(layers: list[tuple[str, SyncBatchNorm]], engine: OnHost, strict: bool) -> None:
+def _level(layers: list[tuple[str, SyncBatchNorm]], engine: Engine, strict: bool) -> None:
     """Has the ranks of a group go on from the same calls and running statistics."""
     peers, call = engine.peers, _Compared("syncbn.reset_groups", direction="comparing layers")
     call.layers = {"layers": str(len(layers))}
@@ -192,7 +185,7 @@ def _words(tensor: Tensor) -> Tensor:
     return tensor.detach().flatten().cpu().view(_BITS[tensor.element_size()]).long()
 
 
-def bring(tensors: list[Tensor], mine: bool, engine: OnHost, call: Call) -> None:
+def bring(tensors: list[Tensor], mine: bool, engine: Engine, call: Call) -> None:
     """Sets the tensors on all ranks to what they are on the one rank whose call has `mine`."""
     words = torch.cat([_words(tensor) for tensor in tensors])
     words = engine.sum_words(words if mine else torch.zeros_like(words), call)

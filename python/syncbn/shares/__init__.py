@@ -1,32 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training that has the same bits on any number of processes: each batch is cut into V shares, and
+"""Training that has the same bits on any number of processes: each batch is made of V shares, and
 the processes play them. Whatever their number, a share computes alone between synchronized layers,
-with its own shapes and its own random numbers, and the gradients of all shares are added in one
-binary tree."""
+with its own shapes, namespace and random numbers, and the sums of gradients are exact."""
 
 import contextlib
-import functools
-import operator
+import logging
+import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..baton import run_in_turns
-from ..devices import give_up
+from .. import devices
 from ..errors import DivergenceError, ExchangeTimeout, PeerLost
 from ..exchange import callers
-from ..exchange.tree import Tree
+from ..exchange.sums import NONE, Parties, exponent_of, pack, unpack
+from ..fingerprints import fingerprint
+from ..meeting_point import Meeting
 from ..nn import SyncBatchNorm
-from ..parallel import _copy_of, _Meeting
+from ..step import training as steps
+from ..step.options import check_integer
 from . import checks
-from .data import Batches, Samples
-from .gradients import gather, reduce
-from .step import Generators, Step
+from .data import Loader
+from .gradients import add_means
+from .streams import Streams, number_of
+from .tensors import Tensors, bits
+from .turns import Turns
 
 __all__ = ["Shares"]
+
+_log = logging.getLogger("syncbn")
+_PLACE = (
+    "expected training.step(loss, batches), and the network itself everywhere else: Shares takes "
+    "the place of DistributedDataParallel, and is not wrapped, prepared, moved or called"
+)
 
 
 class Shares(nn.Module):
@@ -45,132 +56,114 @@ class Shares(nn.Module):
             start all processes get the parameters and buffers of rank 0.
         shares: V, their number, at least that of processes.
         seed: of random numbers and of the order of samples.
+        threads: of PyTorch in this process, which bits depend on. The constructor sets the number.
+        compare_every: after how many steps the processes compare a hash of parameters and of the
+            optimizers' states. 0: never.
 
     Raises:
         ValueError: an argument is refused, or processes differ in what bits depend on. Every rank
             raises it.
     """
 
-    def __init__(self, module: nn.Module, shares: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        shares: int,
+        seed: int = 0,
+        *,
+        threads: int = 1,
+        compare_every: int = 100,
+    ) -> None:
         super().__init__()
         processes = dist.get_world_size() if callers.initialized() else 1
+        options = {"shares": (shares, 1), "seed": (seed, 0), "threads": (threads, 1)}
+        options["compare_every"] = compare_every, 0
         try:
-            checks.check(module, shares, seed, processes)
+            checks.check_module(module)
+            self._layers = [m for m in module.modules() if isinstance(m, SyncBatchNorm)]
+            own = callers.sharing(None, None)
+            self._sharing = self._layers[0].state.sharing if self._layers else own
+            checks.check(module, options, self._sharing, processes)
         except ValueError as error:
             checks.agree(str(error), {}, processes)
             raise
+        if threads != torch.get_num_threads():
+            _log.warning("Shares: %d threads now, %d before", threads, torch.get_num_threads())
+            torch.set_num_threads(threads)
         self.module, self.shares, self.seed, self.steps = module, shares, seed, 0
-        self._tree = Tree(shares)
+        self._compare_every = compare_every
         tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
         self._device = tensors[0].device if tensors else torch.device("cpu")
         shapes = [
             (name, tuple(t.shape), t.dtype, t.requires_grad)
             for name, t in (*module.named_parameters(), *module.named_buffers())
         ]
-        said = {"parameters and buffers": hex(checks.number_of(shapes)), **self._alike()}
+        said = {"parameters and buffers": hex(number_of(shapes)), **self._alike()}
         checks.agree("", said, processes)
-        self._layers = [m for m in module.modules() if isinstance(m, SyncBatchNorm)]
+        self._parties = Parties(shares, self._sharing, "syncbn.Shares")
         for layer in self._layers:
             layer.affine_grad = "global"
-        for tensor in tensors:
-            self._broadcast(tensor)
-        self._trained: list[nn.Parameter] = []
-        self._steps: list[Step] = []
-        self._kept = self._nothing()
+        self._begin_with_rank_0(tensors)
         self._syncs = True
-        self._at: SyncBatchNorm | None = None
+        self.observer: Any = None  # of syncbn.record
+        self._loader: Loader | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """What is not pickled."""
+        self._tensors: Tensors | None = None
+        self._exact: list[Tensor | None] = []
+        self._looked: set[Any] = set()
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._rates: list[float] = []
+        own = weakref.ref(self)
+
+        def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            if (training := own()) is not None:
+                training._note_optimizer(optimizer)
+
+        weakref.finalize(self, register_optimizer_step_pre_hook(note).remove)
+
+    def __getstate__(self) -> dict[str, Any]:
+        private = ("_tensors", "_exact", "_looked", "_optimizers", "_rates", "_loader", "observer")
+        return {n: v for n, v in vars(self).items() if n not in private}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._loader = self.observer = None
+        self._begin()
 
     @property
     def mine(self) -> range:
         """The numbers of this process's shares."""
-        return self._tree.mine
+        return self._parties.mine
 
-    @torch.compiler.disable
-    def forward(self, *inputs: Any, **named: Any) -> list[Any]:
-        """Runs the model on this process's shares.
+    def running(self) -> int | None:
+        """The share that runs now, if any does."""
+        at = None if self._tensors is None else self._tensors.spaces.at
+        return None if at is None else self.mine[at]
 
-        Args:
-            inputs, named: the model's arguments. A tensor is cut along its first axis into one
-                equal part per share of this process; a list has one entry per share; anything else
-                is given to every share.
+    def forward(self, *inputs: Any, **named: Any) -> None:
+        raise ValueError(f"Shares: got a call, {_PLACE}")
 
-        Returns:
-            The list of the shares' outputs.
+    def _apply(self, *arguments: Any, **named: Any) -> Any:
+        raise ValueError(f"Shares: got a call of to() or the like, {_PLACE}")
 
-        Raises:
-            ValueError: an argument is refused. Processes at a layer get a DivergenceError, as they
-                do where the model raises an error.
-        """
-        training = self.training or any(layer.training for layer in self._layers)
-        try:
-            if not inputs and not named:
-                raise ValueError("inputs: got none, expected the model's arguments")
-            parts = [self._parts(f"inputs[{i}]", x) for i, x in enumerate(inputs)]
-            of_names = {name: self._parts(name, x) for name, x in named.items()}
-            arguments = [
-                ([part[k] for part in parts], {name: part[k] for name, part in of_names.items()})
-                for k in range(len(self.mine))
-            ]
-            for layer in self._layers if training else ():
-                if layer.training and not layer.sync:
-                    raise ValueError(
-                        f"module: got {layer.state.name} with sync=False, expected sync=True"
-                    )
-            self._look_for_trained()
-        except ValueError as error:
-            if training:
-                self._give_up([], error)
-            raise
-        if not training:
-            return [self.module(*given, **options) for given, options in arguments]
-        step = Step(self._trained, len(self.mine))
-        modules = self._copies(step)
-        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
-
-        def run(module: nn.Module, given: list, options: dict) -> Any:
-            with torch.cuda.stream(stream):
-                return module(*given, **options)
-
-        calls: list[Callable[[], Any]] = [
-            functools.partial(run, module, *each) for module, each in zip(modules, arguments)
-        ]
-        seeds = [checks.number_of(self.seed, self.steps, share) for share in self.mine]
-        generators = Generators(seeds, self._device)
-        if len(calls) == 1:
-            generators.switch(0)
-            self._at = None
-            try:
-                outputs = [calls[0]()]
-            except Exception as error:
-                if self._at is None:  # else the layer has told them
-                    self._give_up([], error)
-                raise
-            finally:
-                generators.leave()
-        else:
-            meet = _Meeting(self.module, modules).meet
-            outputs = run_in_turns(calls, meet, self._give_up, generators)
-        self.steps += 1
-        for buffer in self._buffers_of_shares():
-            self._broadcast(buffer)
-        outputs = [step.cut(output) for output in outputs]
-        if torch.is_grad_enabled():
-            self._steps.append(step)
-        return outputs
-
-    def split(self, x: Tensor) -> list[Tensor]:
-        """Cuts a tensor along its first axis, one equal part per share of this process."""
-        return self._parts("x", x)
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> None:
+        """What DistributedDataParallel asks for first."""
+        raise ValueError(f"Shares: got DistributedDataParallel around it, {_PLACE}")
 
     def loader(
         self, dataset: Any, batch_size: int, *, shuffle: bool = True, **options: Any
-    ) -> torch.utils.data.DataLoader:
-        """Makes a DataLoader of this process's shares of each batch.
+    ) -> Loader:
+        """Makes the batches of this process's shares.
 
-        A step's batch has the same samples for any number of processes, in an order that seed and
-        epoch decide, and share v has the v-th part. A sample's random numbers come from seed, epoch
-        and index, so augmentations do not depend on workers. Samples that make no whole batch are
-        left out. Call loader.batch_sampler.set_epoch(epoch) before each epoch.
+        An iteration is an epoch. For each batch it gives a list of parts, one for each share of
+        this process, which collate_fn made of the share's samples: share v has the v-th part of the
+        batch. The order of samples comes from seed and epoch, a sample's random numbers from seed,
+        epoch and index, and those of collate_fn from seed, epoch, batch and share; PyTorch's,
+        NumPy's and Python's. Samples that make no whole batch are left out.
 
         Args:
             dataset: with indices and a length.
@@ -181,100 +174,209 @@ class Shares(nn.Module):
         Raises:
             ValueError: an argument is refused.
         """
-        batches = Batches(dataset, batch_size, shuffle, self.seed, self.shares, self.mine)
-        options = {"generator": torch.Generator()} | options  # the program's own is left alone
-        samples = Samples(dataset, self.seed)
-        return torch.utils.data.DataLoader(samples, batch_sampler=batches, **options)
-
-    def backward(self, losses: Sequence[Tensor] | Tensor) -> None:
-        """Adds the mean of all shares' gradients to the parameters' .grad.
-
-        Args:
-            losses: one number per share of this process, each from the output of that share; a
-                tensor, where there is one share. Every process calls it.
-
-        Raises:
-            ValueError: the losses are not of that form, or not of outputs alone. The other
-                processes get a DivergenceError.
-            DivergenceError: processes brought gradients of other parameters, or of another step.
-            ExchangeTimeout, PeerLost: a process did not come, or has ended.
-        """
-        steps, self._steps = self._steps, []
-        try:
-            self._gather_gradients(steps, [losses] if isinstance(losses, Tensor) else list(losses))
-        except Exception as error:
-            for step in steps:
-                step.end()
-            self._kept = self._nothing()  # they are not whole
-            if not isinstance(error, (DivergenceError, ExchangeTimeout, PeerLost)):
-                self._tree.refuse("backward", error)  # else the others got one, too
-            raise
-        del steps  # and the gradients that they hold
-        if self._syncs:
-            whole, self._kept = self._kept, self._nothing()
-            named = self.module.named_parameters()
-            frozen = ", ".join(name for name, p in named if not p.requires_grad)
-            said = {"step": self.steps, "frozen parameters": frozen or "none"}
-            self._tree.meet("backward", said)
-            reduce(whole, self._trained, self._tree, self.shares)
-
-    def _gather_gradients(self, steps: list[Step], losses: list[Tensor]) -> None:
-        """Adds those of the losses to what is kept."""
-        self._check("losses", losses, "numbers")
-        for k, (kept, loss) in enumerate(zip(self._kept, losses)):
-            gather(kept, self._apart(loss.backward))  # penalties on parameters, and the leaves'
-            if any(step.reached(k) for step in steps):
-                raise ValueError(
-                    "losses: got one that reaches parameters past the outputs, expected outputs "
-                    "that are tensors, or tuples, lists and dictionaries of them"
-                )
-        for step in steps:
-            gather(self._kept[-1], self._apart(step.backward))
-            for kept, aliases in zip(self._kept, step.aliases):
-                gather(kept, [alias.grad for alias in aliases])
+        self._loader = Loader(dataset, batch_size, shuffle, self.seed, self._parties, options)
+        return self._loader
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Makes backward() keep the gradients of shares apart, without an exchange; the next one
-        outside exchanges their sums."""
+        """Makes step() keep the gradients of shares apart; the next one outside exchanges their
+        sums."""
         before, self._syncs = self._syncs, False
         try:
             yield
         finally:
             self._syncs = before
 
-    def mean(self, values: Sequence[Tensor] | Tensor) -> Tensor:
-        """The mean over all shares of tensors of one shape and a floating dtype, one per share of
-        this process, with the same bits for any number of processes. Every process calls it."""
-        values = [values] if isinstance(values, Tensor) else list(values)
+    @torch.compiler.disable
+    def step(self, loss: Callable[[nn.Module, Any], Any], batches: Sequence[Any]) -> Any:
+        """Makes forward and backward, and adds the mean of all shares' gradients to the parameters'
+        .grad. Every process calls it.
+
+        Args:
+            loss: loss(model, batch) is called for each share of this process, in its turn, and
+                returns the share's loss: a tensor of one number, or a dictionary of numbers in
+                which "loss" is that one.
+            batches: a list with one entry for each share of this process, as the loader gives it.
+
+        Returns:
+            The mean of the losses of all shares, with the same bits for any number of processes; of
+            a dictionary the means of all its numbers.
+
+        Raises:
+            ValueError: an argument is refused, or the model does what would have other bits on
+                other processes. The other processes get a DivergenceError, as they do where the
+                model raises an error of its own.
+            DivergenceError: the processes did not make the same step.
+            ExchangeTimeout, PeerLost: a process did not come, or has ended.
+        """
         try:
-            self._check("values", values, "tensors of one shape and dtype")
-        except ValueError as error:
-            self._tree.refuse("mean", error)
+            tensors, looks = self._prepared(loss, batches)
+            said = self._said() | {"step": self.steps}
+            seeds = [number_of(self.seed, self.steps, share) for share in self.mine]
+            streams, meet = Streams(seeds, self._device), Meeting(self.module, tensors.spaces).meet
+            mine = Turns(tensors, self.mine, streams, self.module, meet)
+            numbers, likes = mine.run(loss, batches, looks, self._exact, self.observer)
+            said["numbers"] = list(likes)
+            written = [free.name for free in tensors.written(looks)]
+            exponents = [NONE] * len(tensors.trained)
+            if self._syncs:
+                own = [*zip(*[[a.grad for a in aliases] for aliases in tensors.aliases])]
+                exponents = [exponent_of(grads) for grads in own] if own else []
+        except BaseException as error:
+            self._forget()
+            self._tell(error)
             raise
-        flat = [value.detach().flatten() for value in values]
-        said = {"shape": tuple(values[0].shape), "dtype": values[0].dtype}
-        self._tree.meet("mean", said)
-        return self._tree.total(flat).div_(self.shares).view(values[0].shape)
+        try:
+            return self._exchange(tensors, said, exponents, written, numbers, likes, looks)
+        except BaseException:
+            self._forget()
+            raise
 
-    def _check(self, name: str, values: list, kinds: str) -> None:
-        tensors = [x for x in values if isinstance(x, Tensor) and x.is_floating_point()]
-        right = len(tensors) == len(values) == len(self.mine)
-        if kinds == "numbers":
-            right = right and all(x.numel() == 1 for x in tensors)
-        else:
-            right = right and len({(x.shape, x.dtype) for x in tensors}) == 1
-        if not right:
-            got = [tuple(x.shape) if isinstance(x, Tensor) else x for x in values]
+    def _prepared(self, loss: Any, batches: Any) -> tuple[Tensors, bool]:
+        """Checks what the step begins with, and brings it to the namespaces. Gives the shares'
+        tensors, and whether it is the first step of such a loss."""
+        count = len(self.mine)
+        if not callable(loss):
+            raise ValueError(f"loss: got {loss!r}, expected a function of the model and a batch")
+        if not isinstance(batches, (list, tuple)) or len(batches) != count:
+            got = len(batches) if isinstance(batches, (list, tuple)) else type(batches).__name__
             raise ValueError(
-                f"{name}: got {got}, expected floating-point {kinds}, one for each of the "
-                f"{len(self.mine)} shares of this process"
+                f"batches: got {got}, expected a list of {count}, one entry for each share of this "
+                "process"
             )
+        processes = dist.get_world_size() if callers.initialized() else 1
+        if processes != self._parties.processes:
+            raise ValueError(
+                f"Shares: got {processes} processes, expected {self._parties.processes} as where "
+                "it was made; make it after init_process_group, and load its state_dict"
+            )
+        for layer in self._layers:
+            if not layer.sync or layer.state.sharing != self._sharing:
+                raise ValueError(
+                    f"module: got {layer.state.name} with sync={layer.sync} or another group than "
+                    "in the constructor of Shares, expected sync=True and the default group still"
+                )
+        tensors = self._tensors
+        if tensors is None or tensors.made_of != Tensors.key(self.module):
+            if any(g is not None for g in self._grads(tensors)):
+                raise ValueError(
+                    "module: got other parameters that are trained, expected those of the steps "
+                    "whose gradients have not been exchanged"
+                )
+            self._layers = [m for m in self.module.modules() if isinstance(m, SyncBatchNorm)]
+            tensors = self._tensors = Tensors(self.module, self._layers, count)
+            self._exact = [None] * len(tensors.trained)
+            self._looked = set()
+        for name, p in tensors.trained.items():
+            if p._backward_hooks or p._post_accumulate_grad_hooks:
+                raise ValueError(
+                    f"module: got a hook of the parameter {name!r}, expected none: gradients are "
+                    "whole after step() alone"
+                )
+        key = getattr(loss, "func", loss)
+        key = getattr(key, "__code__", type(key))
+        looks = key not in self._looked
+        self._looked.add(key)
+        tensors.refresh(looks)
+        return tensors, looks
 
-    def _give_up(self, waiting: list, error: BaseException) -> None:
-        """Tells the other processes, which are at a layer or come there."""
-        if self._layers and self._tree.processes > 1:
-            give_up([(self._layers[0], torch.empty(0, device=self._device))], error)
+    def _said(self) -> dict[str, object]:
+        """What processes must have alike in a step, besides its number."""
+        named = self.module.named_parameters()
+        said: dict[str, object] = {"no_sync": not self._syncs, **checks.options_of(self._device)}
+        said |= {} if self._loader is None else self._loader.said()
+        said["frozen parameters"] = ", ".join(n for n, p in named if not p.requires_grad) or "none"
+        said["learning rates"], self._rates = self._rates, []
+        if self._compare_every and self.steps % self._compare_every == 0:
+            said["parameters"] = _hash(self.module)
+            said["optimizers"] = sorted(map(_hash, self._optimizers))
+        return said
+
+    def _note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        groups, tensors = optimizer.param_groups, self._tensors
+        own = set() if tensors is None else {id(p) for p in tensors.trained.values()}
+        if any(id(p) in own for group in groups for p in group["params"]):
+            self._optimizers.add(optimizer)
+            self._rates += [float(group["lr"]) for group in groups if "lr" in group]
+
+    def _exchange(
+        self,
+        tensors: Tensors,
+        said: dict[str, object],
+        exponents: list[int],
+        written: list[str],
+        numbers: list[list[float]],
+        likes: dict[str, Tensor],
+        looks: bool,
+    ) -> Any:
+        """Compares what processes must have alike, and adds up what their shares have."""
+        parties, names = self._parties, {free.name: free for free in tensors.free}
+        flags = [int(name in written and 0 in self.mine) for name in names]
+        head = pack([*exponents, *flags])
+        own = torch.zeros(self.shares, len(likes), dtype=torch.float64)
+        own[self.mine.start : self.mine.stop] = torch.tensor(numbers, dtype=torch.float64)
+        words = parties.gather("step", said, torch.cat([head, own.view(torch.int64).flatten()]))
+        largest = unpack(words[:, : len(head)].contiguous(), len(exponents) + len(flags))
+        trained = list(tensors.trained.values())
+        if self._syncs:
+            kept = [[a.grad for a in aliases] for aliases in tensors.aliases]
+            for aliases in tensors.aliases:
+                for alias in aliases:
+                    alias.grad = None
+            add_means(trained, kept, self._exact, largest, parties)
+            self._exact = [None] * len(trained)
+        changed = [n for n, flag in zip(names, largest[len(exponents) :]) if flag == 1]
+        self._keep([names[n] for n in changed], tensors)
+        if looks:
+            tensors.settle(changed)
+        self.steps += 1
+        values = words[:, len(head) :].sum(0).view(torch.float64).view(own.shape)
+        means = {
+            name: torch.tensor(_mean(column), dtype=like.dtype, device=like.device)
+            for (name, like), column in zip(likes.items(), values.t().tolist())
+        }
+        return means["loss"] if "" in means else means
+
+    def _keep(self, changed: list, tensors: Tensors) -> None:
+        """Gives all processes what share 0 wrote."""
+        if self._parties.processes == 1 or not changed:
+            for free in changed:
+                tensors.keep(free, None)
+            return
+        own = [bits(value) for value in tensors.first(changed)]
+        whole = self._parties.of_first("buffers", torch.cat(own))
+        for free, value in zip(changed, whole.split([len(each) for each in own])):
+            tensors.keep(free, value)
+
+    def _grads(self, tensors: Tensors | None) -> list[Tensor | None]:
+        aliases = [] if tensors is None else tensors.aliases
+        return [*self._exact, *(alias.grad for own in aliases for alias in own)]
+
+    def _forget(self) -> None:
+        """Drops gradients that are not whole."""
+        self._exact = [None] * len(self._exact)
+        for aliases in [] if self._tensors is None else self._tensors.aliases:
+            for alias in aliases:
+                alias.grad = None
+
+    def _tell(self, error: BaseException) -> None:
+        """Tells the other processes, which are at a layer or come to the end of the step."""
+        if isinstance(error, (DivergenceError, ExchangeTimeout, PeerLost)):
+            return
+        trace = error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code in _OF_LAYERS:
+                return  # which told them
+            trace = trace.tb_next
+        self._parties.refuse("step", error)
+
+    def _begin_with_rank_0(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors if self._parties.processes > 1 else ():
+            own = bits(tensor)
+            whole = self._parties.of_first("begin", own)
+            if not torch.equal(whole, own):
+                with torch.no_grad():
+                    tensor.copy_(whole.view(tensor.dtype).view(tensor.shape))
 
     def _alike(self) -> dict[str, Any]:
         """What all processes, and those that go on with a checkpoint, must have alike."""
@@ -291,96 +393,25 @@ class Shares(nn.Module):
                     f"state_dict: got one of a training with {name} {state.get(name)}, expected "
                     f"{own}: it would go on with other bits"
                 )
+        check_integer("state_dict: steps", state.get("steps"), 0)
         self.steps = state["steps"]
 
     def extra_repr(self) -> str:
-        return f"shares={self.shares}, seed={self.seed}, processes={self._tree.processes}"
+        return f"shares={self.shares}, seed={self.seed}, processes={self._parties.processes}"
 
-    def _look_for_trained(self) -> None:
-        for name, p in self.module.named_parameters():
-            if p._backward_hooks or p._post_accumulate_grad_hooks:
-                raise ValueError(
-                    f"module: got a hook of the parameter {name!r}, expected none: gradients are "
-                    "whole after backward() alone"
-                )
-        trained = [p for p in self.module.parameters() if p.requires_grad]
-        if len(trained) == len(self._trained) and all(map(operator.is_, trained, self._trained)):
-            return
-        if self._steps or any(g is not None for kept in self._kept for g in kept):
-            raise ValueError(
-                "module: got other parameters that are trained, expected those of the forwards "
-                "whose gradients have not been exchanged"
-            )
-        self._trained = trained
-        self._kept = self._nothing()
 
-    def _nothing(self) -> list[list[Tensor | None]]:
-        """Gradients of each share of this process, and those of synchronized layers, which are
-        exact sums over all shares."""
-        return [[None] * len(self._trained) for _ in range(len(self.mine) + 1)]
+_backwards: list[Any] = [steps.backward, devices.gradients_of]
+#: Where an error of a synchronized layer comes by.
+_OF_LAYERS = {Meeting.meet.__code__, *(function.__wrapped__.__code__ for function in _backwards)}
 
-    def _apart(self, run: Callable[[], None]) -> list[Tensor | None]:
-        """What run() adds to the parameters' .grad, which stay as they were."""
-        before = [p.grad for p in self._trained]
-        try:
-            for p in self._trained:
-                p.grad = None
-            run()
-            return [p.grad for p in self._trained]
-        finally:
-            for p, grad in zip(self._trained, before):
-                p.grad = grad
 
-    def _parts(self, name: str, x: Any) -> list[Any]:
-        count = len(self.mine)
-        if isinstance(x, Tensor):
-            if x.dim() == 0 or len(x) % count or len(x) == 0:
-                raise ValueError(
-                    f"{name}: got shape {tuple(x.shape)}, expected equal parts for the {count} "
-                    "shares of this process along the first axis"
-                )
-            return list(x.chunk(count))
-        if isinstance(x, (list, tuple)):
-            if len(x) != count:
-                raise ValueError(
-                    f"{name}: got a list of {len(x)}, expected {count}, one entry per share of "
-                    "this process"
-                )
-            return list(x)
-        return [x] * count
+def _hash(value: Any) -> str:
+    try:
+        return fingerprint(value)[:16]
+    except ValueError:  # the state of an optimizer may hold anything
+        return "of no kind that has a hash"
 
-    def _buffers_of_shares(self) -> list[Tensor]:
-        """Buffers that forward may write to, other than those of synchronized layers: share 0's
-        stay."""
-        synchronized = {id(b) for layer in self._layers for b in layer.buffers(recurse=False)}
-        return [b for b in self.module.buffers() if id(b) not in synchronized]
 
-    def _copies(self, step: Step) -> list[nn.Module]:
-        """A copy of the model per share."""
-        own: list[Tensor] = [p for p in self.module.parameters() if not p.requires_grad]
-        own += [b for layer in self._layers for b in layer.buffers(recurse=False)]
-        copies = []
-        for share, aliases in zip(self.mine, step.aliases):
-            tensors = {id(p): alias for p, alias in zip(self._trained, aliases)}
-            tensors |= {id(t): t for t in own}
-            if share == 0:
-                tensors |= {id(b): b for b in self._buffers_of_shares()}
-            copies.append(_copy_of(self.module, self._device, tensors))
-        if len(copies) == 1:  # else they meet at the model's layers
-            for layer, copy in zip(self.module.modules(), copies[0].modules()):
-                if isinstance(layer, SyncBatchNorm):
-                    copy.forward = functools.partial(self._forward_of, layer)
-        return copies
-
-    def _forward_of(self, layer: SyncBatchNorm, *inputs: Any, **named: Any) -> Any:
-        self._at = layer
-        output = layer.forward(*inputs, **named)
-        self._at = None
-        return output
-
-    def _broadcast(self, tensor: Tensor) -> None:
-        if self._tree.processes > 1 and tensor.numel() > 0:
-            with torch.no_grad():
-                whole = tensor.detach().contiguous()
-                dist.broadcast(whole.view(-1).view(torch.uint8), 0)  # groups know few dtypes
-                tensor.copy_(whole)
+def _mean(values: list[float]) -> float:
+    finite = all(map(math.isfinite, values))
+    return (math.fsum(values) if finite else sum(values)) / len(values)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What training by shares refuses, and what its processes must have alike."""
 
-import hashlib
 import json
 import platform
+import random
+import sys
 from concurrent.futures import Future
 from typing import Any
 
@@ -11,15 +12,29 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..exchange import apart, groups
+from ..exchange import apart, callers, groups
+from ..exchange.callers import Sharing
 from ..nn import SyncBatchNorm
-from ..step.options import check_module
+from ..step.options import check_integer, check_module
+
+_MACHINE = platform.machine()
+_DENORMAL = torch.tensor(1e-310, dtype=torch.float64)
 
 
-def number_of(*parts: object) -> int:
-    """A seed of 64 bits that stands for these parts."""
-    text = " ".join(map(str, parts)).encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
+def options_of(device: torch.device) -> dict[str, str]:
+    """What bits depend on besides the program and what it may change in the middle, by name."""
+    rounded = 1.0 + 1e-30 > 1.0, -1.0 - 1e-30 < -1.0, 1.0 - 1e-30 < 1.0
+    autocast = [
+        str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else "off"
+        for kind in {"cpu", device.type}
+    ]
+    return environment_of(device) | {
+        "autocast": " ".join(autocast),
+        "denormal numbers": "kept" if _DENORMAL.mul(1).item() else "flushed",
+        "default dtype": str(torch.get_default_dtype()),
+        "rounding": "to nearest" if not any(rounded) else "another than to nearest",
+        "mkldnn": str(torch.backends.mkldnn.enabled),
+    }
 
 
 def environment_of(device: torch.device) -> dict[str, str]:
@@ -28,7 +43,7 @@ def environment_of(device: torch.device) -> dict[str, str]:
         "PyTorch": str(torch.__version__),
         "threads": str(torch.get_num_threads()),
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
-        "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "processor": f"{_MACHINE} {torch.backends.cpu.get_cpu_capability()}",
     }
     backend: Any = torch.backends.mkldnn
     matmul = backend.matmul
@@ -40,39 +55,35 @@ def environment_of(device: torch.device) -> dict[str, str]:
     return found
 
 
-def check(module: Any, shares: Any, seed: Any, processes: int) -> None:
-    """Refuses arguments of Shares, and models whose bits would depend on the processes."""
+#: Tensors that have no elements yet.
+_LAZY = nn.UninitializedParameter, nn.UninitializedBuffer
+
+
+def check(module: Any, options: dict[str, Any], sharing: Sharing, processes: int) -> None:
+    """Refuses arguments of Shares, and models whose bits would depend on the processes. options: by
+    name, with the least value of each."""
     check_module(module)
-    for name, value, least in (("shares", shares, 1), ("seed", seed, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name}: got {value!r}, expected an integer of at least {least}")
+    for name, (value, least) in options.items():
+        check_integer(name, value, least)
+    shares = options["shares"][0]
     if shares < processes:
         raise ValueError(f"shares: got {shares} for {processes} processes, expected one for each")
-    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    if not callers.initialized() and (why := callers.others_beside()):
+        raise ValueError(
+            f"Shares: got one process, though {why}; expected "
+            "torch.distributed.init_process_group before"
+        )
     for name, part in module.named_modules():
-        kind = type(part).__name__
-        compiled = hasattr(part, "_orig_mod") or part._compiled_call_impl is not None
-        if isinstance(part, wrappers) or compiled:
-            kind = f"compiled {kind}" if compiled else kind
-            raise ValueError(f"module: got {kind} at {name!r}, expected the model itself")
-        if isinstance(part, _BatchNorm) and not isinstance(part, SyncBatchNorm):
+        _check_part(name, part, sharing)
+    tensors = dict((*module.named_parameters(), *module.named_buffers()))
+    for name, tensor in tensors.items():
+        elsewhere = isinstance(tensor, _LAZY) or hasattr(tensor, "full_tensor")  # a DTensor
+        if elsewhere or tensor.layout != torch.strided:
             raise ValueError(
-                f"module: got {kind} at {name!r}, whose statistics would be those of a share, "
-                "expected syncbn.convert_sync_batchnorm(module)"
+                f"module: got {name!r} without elements, or with a layout of its own, expected a "
+                "dense tensor; a lazy module gets its parameters by a first call"
             )
-        if getattr(part, "sparse", False) is True:
-            raise ValueError(f"module: got sparse gradients of {name!r}, expected sparse=False")
-        if isinstance(part, SyncBatchNorm):
-            if part.state.sharing.name is not None:
-                raise ValueError(
-                    f"module: got a process group at {name!r}, expected the default one"
-                )
-            for option, needed in (("statistics", "reproducible"), ("inplace", False)):
-                if (got := getattr(part, option)) != needed:
-                    raise ValueError(
-                        f"module: got {option}={got!r} at {name!r}, expected {needed!r}"
-                    )
-    devices = {t.device for t in (*module.parameters(), *module.buffers())}
+    devices = {t.device for t in tensors.values()}
     if len(devices) > 1:
         raise ValueError(f"module: got tensors on {sorted(map(str, devices))}, expected one device")
     cudnn = torch.backends.cudnn
@@ -81,6 +92,51 @@ def check(module: Any, shares: Any, seed: Any, processes: int) -> None:
             f"torch.backends.cudnn: got benchmark = {cudnn.benchmark} and deterministic = "
             f"{cudnn.deterministic}, expected False and True"
         )
+
+
+def _check_part(name: str, part: nn.Module, sharing: Sharing) -> None:
+    kind = type(part).__name__
+    if isinstance(part, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise ValueError(f"module: got {kind} at {name!r}, expected the model itself")
+    if isinstance(part, torch.jit.ScriptModule):
+        raise ValueError(f"module: got TorchScript at {name!r}, expected a module in Python")
+    if isinstance(part, _BatchNorm) and not isinstance(part, SyncBatchNorm):
+        raise ValueError(
+            f"module: got {kind} at {name!r}, whose statistics would be those of a share, "
+            "expected syncbn.convert_sync_batchnorm(module)"
+        )
+    if getattr(part, "sparse", False) is True:
+        raise ValueError(f"module: got sparse gradients of {name!r}, expected sparse=False")
+    if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+        raise ValueError(
+            f"module: got max_norm of {name!r}, by which each forward writes to the weight, "
+            "expected None"
+        )
+    for attribute, value in vars(part).items():
+        if isinstance(value, (torch.Generator, random.Random)) or _is_of_numpy(value):
+            raise ValueError(
+                f"module: got a generator of random numbers, {attribute!r} of {name!r}, from which "
+                "the shares of a process would draw in turns; expected the default ones of "
+                "PyTorch, NumPy and Python"
+            )
+    if isinstance(part, SyncBatchNorm):
+        if part.state.sharing.name is not None:
+            raise ValueError(f"module: got a process group at {name!r}, expected the default one")
+        if part.state.sharing != sharing:
+            raise ValueError(
+                f"module: got another timeout or engine at {name!r} than in other layers, expected "
+                "one for all"
+            )
+        for option, needed in (("statistics", "reproducible"), ("inplace", False), ("sync", True)):
+            if (got := getattr(part, option)) != needed:
+                raise ValueError(f"module: got {option}={got!r} at {name!r}, expected {needed!r}")
+
+
+def _is_of_numpy(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(
+        value, (numpy.random.Generator, numpy.random.RandomState)
+    )
 
 
 _told: Future | None = None

@@ -1,86 +1,150 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of shares: which ones a step has, and with what random numbers they are made, does
-not depend on the processes or on a DataLoader's workers."""
+"""The batches of shares: which samples a share has in a step, and with what random numbers they are
+made and put together, does not depend on the processes or on a DataLoader's workers."""
 
-import random
-import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
-from .checks import number_of
-
-#: Of a sample: the epoch, and its index in the dataset.
-Place = tuple[int, int]
+from ..step.options import check_integer
+from .streams import number_of, seeded
 
 
-class Batches(Sampler[list[Place]]):
-    """For each step the samples of this process's shares, share by share. The last samples, which
-    make no whole batch, are left out.
+class _Place(NamedTuple):
+    """One share's part of a batch. samples: their indices in the dataset."""
 
-    mine: the process's shares, of `shares`.
+    epoch: int
+    batch: int
+    share: int
+    samples: list[int]
+
+
+class _Parts(Dataset):
+    """The collated parts of batches. A sample's random numbers come from its epoch and index, those
+    of collate from the epoch, the batch and the share."""
+
+    def __init__(self, dataset: Any, seed: int, collate: Callable[[list], Any]) -> None:
+        self.dataset, self.seed, self.collate = dataset, seed, collate
+
+    def __getitem__(self, place: _Place) -> Any:
+        epoch, batch, share, indices = place
+        samples = []
+        for index in indices:
+            with seeded(self.seed, "sample", epoch, index):
+                samples.append(self.dataset[index])
+        with seeded(self.seed, "batch", epoch, batch, share):
+            return self.collate(samples)
+
+
+def _as_it_is(parts: list) -> list:
+    return parts
+
+
+class Loader:
+    """The batches of epochs, as Shares.loader() makes it. An iteration is an epoch, and gives for
+    each batch a list of parts, one for each share of this process. len() is their number.
+
+    epoch: of the iteration that runs, or else of the next one.
     """
 
     def __init__(
-        self, dataset: Any, batch_size: int, shuffle: bool, seed: int, shares: int, mine: range
+        self, dataset: Any, batch_size: int, shuffle: bool, seed: int, parties: Any, options: dict
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ValueError(
                 f"dataset: got {type(dataset).__name__}, whose order is its own, expected one with "
                 "indices and a length"
             )
+        shares = parties.shares
         if not isinstance(batch_size, int) or batch_size < 1 or batch_size % shares:
             raise ValueError(
                 f"batch_size: got {batch_size!r}, expected a multiple of the {shares} shares, "
                 "which have equal parts of the batch"
             )
-        self.length, self.shuffle, self.seed = len(dataset), shuffle, seed
-        self.batch_size = batch_size
-        self._of_share, self._mine = batch_size // shares, mine
-        self.epoch = self.start = 0
-
-    def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Chooses the order of an epoch, of which the next iteration takes the batches from number
-        `start` on. To be called before each epoch, as that of DistributedSampler."""
-        self.epoch, self.start = epoch, start
+        for name in ("sampler", "batch_sampler", "drop_last"):
+            if name in options:
+                raise ValueError(f"{name}: got one, expected none: the loader chooses the samples")
+        self.dataset, self.batch_size, self.shuffle = dataset, batch_size, shuffle
+        self.epoch = self._batch = 0
+        self._seed, self._of_share, self._parties = seed, batch_size // shares, parties
+        collate = options.pop("collate_fn", None) or default_collate
+        # The program's own generator is left alone.
+        options = {"generator": torch.Generator(), "collate_fn": _as_it_is} | options
+        parts = _Parts(dataset, seed, collate)
+        self._batches = DataLoader(parts, batch_sampler=_Order(self), **options)
 
     def __len__(self) -> int:
-        return max(0, self.length // self.batch_size - self.start)
+        return len(self.dataset) // self.batch_size
 
-    def __iter__(self) -> Iterator[list[Place]]:
-        order = list(range(self.length))
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the next iteration's epoch. Without it epochs follow each other."""
+        check_integer("epoch", epoch, 0)
+        if epoch != self.epoch:
+            self.epoch, self._batch = epoch, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Says which batch comes next."""
+        return {"epoch": self.epoch, "batch": self._batch, "samples": len(self.dataset)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Has the next iteration begin with the batch that came next in another run.
+
+        Raises:
+            ValueError: the state is not of such a loader, or of another number of samples.
+        """
+        for name in ("epoch", "batch", "samples"):
+            check_integer(f"state_dict[{name!r}]", state.get(name), 0)
+        if state["samples"] != len(self.dataset) or state["batch"] > len(self):
+            raise ValueError(
+                f"state_dict: got batch {state['batch']} of {state['samples']} samples, expected "
+                f"one of {len(self.dataset)} samples"
+            )
+        self.epoch, self._batch = state["epoch"], state["batch"]
+
+    def said(self) -> dict[str, object]:
+        """What processes must have alike in a step."""
+        return {
+            "samples": len(self.dataset),
+            "batch size": self.batch_size,
+            "shuffle": self.shuffle,
+            "epoch": self.epoch,
+            "batch": self._batch,
+        }
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        try:
+            for parts in self._batches:
+                self._batch += 1
+                yield parts
+        except Exception as error:  # of the dataset or collate_fn, on this process
+            self._parties.refuse("step", error)
+            raise
+        finally:
+            self.epoch, self._batch = self.epoch + 1, 0
+
+    def places(self) -> Iterator[list[_Place]]:
+        """The samples of this process's shares in the batches that are left of the epoch."""
+        order, size = list(range(len(self.dataset))), self._of_share
         if self.shuffle:
-            generator = torch.Generator().manual_seed(number_of(self.seed, "order", self.epoch))
-            order = torch.randperm(self.length, generator=generator).tolist()
-        first, last = self._mine.start * self._of_share, self._mine.stop * self._of_share
-        for batch in range(self.start, self.length // self.batch_size):
+            generator = torch.Generator().manual_seed(number_of(self._seed, "order", self.epoch))
+            order = torch.randperm(len(order), generator=generator).tolist()
+        epoch = self.epoch
+        for batch in range(self._batch, len(self)):
             begin = batch * self.batch_size
-            yield [(self.epoch, index) for index in order[begin + first : begin + last]]
+            begins = {share: begin + share * size for share in self._parties.mine}
+            yield [_Place(epoch, batch, v, order[i : i + size]) for v, i in begins.items()]
 
 
-class Samples(Dataset):
-    """The samples of a dataset, each made with random numbers that its epoch and index decide:
-    PyTorch's, Python's, and NumPy's if it is imported. The program's own go on as if nothing had
-    been drawn."""
+class _Order(Sampler[list[_Place]]):
+    """What the DataLoader asks for its batches."""
 
-    def __init__(self, dataset: Dataset, seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
 
-    def __getitem__(self, place: Place) -> Any:
-        epoch, index = place
-        seed = number_of(self.seed, "sample", epoch, index)
-        numpy = sys.modules.get("numpy")
-        before = random.getstate(), numpy and numpy.random.get_state()
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
-            random.seed(seed)
-            if numpy:
-                numpy.random.seed(seed % 2**32)
-            try:
-                return self.dataset[index]
-            finally:
-                random.setstate(before[0])
-                if numpy:
-                    numpy.random.set_state(before[1])
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[list[_Place]]:
+        return self._loader.places()

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
-from ..exchange.call import COMES, WANTS_SUMS, WANTS_X, Backward
+from ..exchange.call import Backward
 from ..exchange.callers import Sharing
-from ..operators import activation_mask_of, load_cuda, ops, saved_of
+from ..operators import COMES, WANTS_SUMS, WANTS_X, activation_mask_of, load_cuda, ops, saved_of
 from . import layer_state, training
 from .layer_state import Identity, LayerState
 from .options import Options

@@ -64,12 +64,9 @@ def train_step(
 
 def _plan_of(x, running, weight, bias, residual, mask, options, state) -> Callable[..., Tensor]:
     """Decides, once, how the step is made."""
-    if torch.compiler.is_compiling():
-        if not _takes_functions():
-            return _inside_a_class
-        return _by_class if _has_class(x, running, weight, bias, residual, mask) else _in_graph
     if (
-        type(x) is Tensor
+        not torch.compiler.is_compiling()
+        and type(x) is Tensor
         and type(state) is LayerState
         and (x.is_cpu or x.is_cuda)
         and not profiler._is_profiler_enabled
@@ -98,10 +95,10 @@ def _way_of(x, running, weight, bias, residual, mask, options, state) -> Callabl
     """Decides for tensors that are taken as they are."""
     if surroundings.has_dtensor((x, weight, bias, residual, mask, *running)):
         return _of_parts
+    if tracer() is not None:
+        return _in_operators
     parameter = next((t for t in (*running[:2], weight, bias) if isinstance(t, Tensor)), None)
-    if torch.compiler.is_compiling() or is_fake(x, parameter):
-        return _in_graph
-    return _eager if tracer() is None else _in_operators
+    return _in_graph if torch.compiler.is_compiling() or is_fake(x, parameter) else _eager
 
 
 def _by_class(x, running, weight, bias, residual, mask, options, state) -> Tensor:
@@ -191,11 +188,12 @@ def _eager(x, running, weight, bias, residual, mask, options, state) -> Tensor:
             if segment is not None:
                 segment.check_in_place(x)
         live.move(x.device)
-        tensors = [
+        mask = None if mask is None else mask.contiguous()
+        x, weight, bias, residual, mask = (
             t if t is None or not t.is_neg() else t.resolve_neg()
-            for t in (x, weight, bias, residual, None if mask is None else mask.contiguous())
-        ]
-        return apply_step(turn, *tensors, running, options, live, segment)
+            for t in (x, weight, bias, residual, mask)
+        )
+        return apply_step(turn, x, weight, bias, residual, mask, running, options, live, segment)
 
 
 def _check_transforms(x, weight, bias, residual, state) -> None:
@@ -203,7 +201,7 @@ def _check_transforms(x, weight, bias, residual, state) -> None:
     check_transforms(state, named)
 
 
-def _check(x, running, weight, bias, residual, mask, options, alone: bool | None = None) -> None:
+def _check(x, running: Any, weight, bias, residual, mask, options, alone: Any = None) -> None:
     """Raises an error that names the argument, what was given and what is allowed. alone: there is
     one rank; None: tensors may have no values."""
     traced = alone is None
@@ -211,8 +209,9 @@ def _check(x, running, weight, bias, residual, mask, options, alone: bool | None
     if not traced:
         given = {"input": x, "weight": weight, "bias": bias, "residual": residual, "mask": mask}
         check_plain(alone, **given, **dict(zip(RUNNING, running)))
-    check_arguments(x, *running[:2], weight, bias, residual, traced)
-    check_counter(options.momentum, *running, traced)
+    mean, var, batches = running
+    check_arguments(x, mean, var, weight, bias, residual, traced)
+    check_counter(options.momentum, mean, var, batches, traced)
     if mask is not None:
         masks.check_mask(mask, x)
         if options.writes_over_input:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..errors import DivergenceError
 from ..exchange import agreement, callers, groups
-from ..exchange.agreement import OnHost
+from ..exchange.agreement import Engine
 from ..exchange.call import Call, Peers, tag_of
 from ..exchange.callers import Sharing
 from ..operators import FRAME_WORDS, HEADER_WORDS, without_modes
@@ -36,8 +36,6 @@ WRAPPERS = frozenset(("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoin
 _TAG = tag_of("syncbn paths")
 #: A rank's words of that message, at most.
 _WORDS = 64
-#: For syncbn.record: is told a direction, ranks, channels, a merged message and what follows it.
-Note = Callable[[str, int, int, Tensor, Tensor | None], None]
 #: Layers of one path that are remembered, at most.
 _MOST = 1000
 
@@ -91,7 +89,6 @@ class LayerState:
         self._formed: tuple[Options, int, Form] | None = None
         self.numbers: dict[str, int] = {}  # by group
         self.group = ""  # to which number belongs
-        self.record: Note | None = None  # while syncbn.record runs
         self.made = next(_ids)
         self.handle = _numbers(self.made)
         _states[self.made] = self
@@ -139,6 +136,10 @@ class LayerState:
                     other.tell_apart(other.apart if alike else "")
         return self.name
 
+    def place_of(self, path: str) -> str:
+        """Gives a path in a model without wrappers, which a rank may have alone."""
+        return ".".join(p for p in path.split(".") if p not in WRAPPERS) or self.find_path()
+
     def move(self, device: torch.device) -> None:
         """Brings the counters to the device of a call."""
         if self.call is None or self.call.device == device:
@@ -149,8 +150,11 @@ class LayerState:
 
     def _count_in(self, counters: Tensor | Any) -> None:
         self.counters = counters
-        with without_modes(), torch.inference_mode(False):
-            self.call, self.count = (None, None) if counters is None else counters.split(1)
+        self.call: Tensor | Any = None
+        self.count: Tensor | Any = None
+        if counters is not None:
+            with without_modes(), torch.inference_mode(False):
+                self.call, self.count = counters.split(1)
 
     def form(self, options: Options) -> Form:
         """Gives the form of a step with these options, which are checked."""
@@ -286,7 +290,7 @@ class _Group:
 _compared: dict[str, _Group] = {}
 
 
-def compare(state: LayerState, engine: OnHost, x: torch.Tensor, options: Options) -> None:
+def compare(state: LayerState, engine: Engine, x: torch.Tensor, options: Options) -> None:
     """Sets, before an exchange of a layer in another group than its last one, state.number, and in
     the first exchange state.call, to what the ranks agree on in a message.
     Raises DivergenceError on every rank if they call different layers."""
@@ -299,7 +303,7 @@ def compare(state: LayerState, engine: OnHost, x: torch.Tensor, options: Options
     state.group = group
 
 
-def _agreed(state: LayerState, engine: OnHost, x: torch.Tensor, options: Options) -> int:
+def _agreed(state: LayerState, engine: Engine, x: torch.Tensor, options: Options) -> int:
     peers = engine.peers
     state.find_path()
     state.refuse_capture(x.is_cuda, "exchange in a group")
@@ -367,7 +371,7 @@ def _end_of(path: str, peers: Peers) -> str:
     return path.encode()[-room:].decode(errors="ignore")
 
 
-def _exchanged(path: str, state: LayerState, engine: OnHost, call: Call) -> list[str]:
+def _exchanged(path: str, state: LayerState, engine: Engine, call: Call) -> list[str]:
     """Gives every rank's path. All go on from the largest call number: a rank may be new, or have
     been alone."""
     peers = engine.peers

@@ -10,7 +10,7 @@ from . import second_derivatives, training
 from .training import Given, needs_of, takes_part
 
 
-class _OfOne(torch.autograd.Function):
+class _BatchNormTraining(torch.autograd.Function):
     """Makes one step of one input. tensors: x, weight, bias, residual, mask."""
 
     @staticmethod
@@ -56,7 +56,7 @@ def recovered(step, weight, bias, y, saved, _, mask) -> tuple:
 
 
 #: Function.apply without its look for transforms of torch.func, of which there are none.
-_apply = super(torch.autograd.Function, _OfOne).apply
+_apply = super(torch.autograd.Function, _BatchNormTraining).apply
 
 
 def apply_step(turn, x, weight, bias, residual, mask, running, options, state, segment=None) -> Any:
@@ -67,3 +67,18 @@ def apply_step(turn, x, weight, bias, residual, mask, running, options, state, s
         word = takes_part(needs_of(x, weight, bias, residual), options, segment)
     given = Given(running, options, state, peers, word, segment)
     return _apply(turn, given, x, weight, bias, residual, mask)
+
+
+def is_layer(node: object) -> bool:
+    """Tells whether a node of a graph is that of a layer's step."""
+    return getattr(type(node), "_forward_cls", None) in _classes
+
+
+#: Of the nodes of layers; devices.py adds its own.
+_classes: set[type] = {_BatchNormTraining}
+
+
+def of_layers(cls: type) -> type:
+    """Makes a class of nodes known to is_layer()."""
+    _classes.add(cls)
+    return cls

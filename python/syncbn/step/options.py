@@ -331,6 +331,11 @@ def check_module(module: object, name: str = "module") -> None:
         raise ValueError(f"{name}: got {type(module).__name__}, expected a torch.nn.Module")
 
 
+def check_integer(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}: got {value!r}, expected an integer of at least {least}")
+
+
 def check_num_features(channels: int) -> None:
     """Takes integers of other libraries, too."""
     integer = isinstance(channels, (int, numbers.Integral)) and not isinstance(channels, bool)

@@ -16,9 +16,11 @@ knows how to tell:
 `ctx` and `frame` die with the graph, and with them what is kept here.
 """
 
+import contextlib
 import functools
 import sys
 import warnings
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -227,3 +229,27 @@ def segment(
     shapes = [(x.dtype, tuple(x.shape)) for x in inputs if torch.is_tensor(x)]
     key = (state, options._replace(momentum=None), residual, *shapes)
     return Segment(key, owners, given, again)
+
+
+@contextlib.contextmanager
+def wrapped(wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """In a with block, wraps the functions of segments that begin in it. PyTorch calls what it is
+    given in both runs."""
+    frame, reentrant = checkpoint._CheckpointFrame, checkpoint.CheckpointFunction
+    _names()  # as they are outside
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: Any, *arguments: Any) -> Any:
+            return reentrant.apply(wrap(function), *arguments)
+
+    def make(function: Any, *arguments: Any, **named: Any) -> Any:
+        return frame(wrap(function), *arguments, **named)
+
+    checkpoint._CheckpointFrame = make  # type: ignore[misc,assignment]
+    checkpoint.CheckpointFunction = Reentrant  # type: ignore[misc,assignment]
+    try:
+        yield
+    finally:
+        checkpoint._CheckpointFrame = frame  # type: ignore[misc]
+        checkpoint.CheckpointFunction = reentrant  # type: ignore[misc]

@@ -12,15 +12,18 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from ..exchange import agreement
-from ..exchange.call import COMES, WANTS_SUMS, WANTS_X, Backward, Call, Peers
+from ..exchange.call import Backward, Call, Peers
 from ..exchange.host import engine_of, transport_of
 from ..exchange.transport import with_places
 from ..exchange.turn import Turn, ranged
 from ..operators import (
+    COMES,
     DONE,
     OWN,
     WANTS_SHARE,
+    WANTS_SUMS,
     WANTS_U,
+    WANTS_X,
     activation_mask_of,
     info_of,
     ops,
@@ -115,7 +118,7 @@ def forward(
     bias: Tensor | None,
     residual: Tensor | None,
     mask: Tensor | None,
-) -> tuple[Step, Tensor, Sequence[Tensor | None]]:
+) -> tuple[Step, Tensor, Any]:
     """Gives what backward will know; y; and the tensors that backward takes: weight, bias, x, what
     operators.saved_of() describes, activation mask and mask. Running statistics and the layer's
     counters are updated. turn: around the call. needs: as Step has it."""
@@ -129,10 +132,11 @@ def forward(
         layer_state.compare(state, engine_of(peers), x, options)
     averaged = None
     if tracked is not None and tracked.dtype is not torch.int64:
-        averaged, tracked, options = tracked, None, averaging(options, tracked)
+        options = averaging(options, tracked)
+        averaged, tracked = tracked, None
     form, transport = state.form(options), transport_of(peers, x.device)
     running = mean, var, tracked, state.counters
-    stops = form.in_place or form.gathers or profiler._is_profiler_enabled
+    stops = form.in_place or form.gathers or (profiler._is_profiler_enabled and peers is not None)
     way, given_to = transport.message_way if stops else transport.way, (form.constants, word)
     begin = ranged(transport.begin, turn, "sums")
     begun = begin(turn, forward_begin, (*own, *running, *given_to), way)
@@ -218,7 +222,7 @@ def backward(
     saved: Tensor,
     bits: Tensor | None,
     mask: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Any, Any, Any, Any]:
     """Gives the gradients of x, weight, bias and residual. The tensors after dy are those that
     forward() gave for it."""
     with step.turn(x) as turn:
@@ -231,7 +235,7 @@ def backward(
         wanted, dtypes = asked(step, weight, mask is not None)
         own = dy, x, saved, weight, bias, bits, mask
         way = transport.way if exchanges else OWN
-        if exchanges and profiler._is_profiler_enabled:
+        if exchanges and profiler._is_profiler_enabled and turn.peers is not None:
             way = transport.message_way  # its parts are ranges
         begin = ranged(transport.begin, turn, "sums")
         begun = begin(turn, backward_begin, (*own, form.constants, wanted, *dtypes), way)
@@ -271,7 +275,10 @@ def asked(step: Step, weight: Tensor | None, masked: bool) -> tuple[int, tuple]:
     of_share = not needs_x if step.peers is None else step.form.shares
     share = (needs_weight or needs_bias) and of_share
     keep = needs_residual and (step.form.acts or masked)
-    dtypes = weight.dtype if needs_weight else None, step.bias_dtype if needs_bias else None
+    dtypes = (
+        weight.dtype if needs_weight and weight is not None else None,
+        step.bias_dtype if needs_bias else None,
+    )
     return keep * WANTS_U | share * WANTS_SHARE, dtypes
 
 

@@ -222,8 +222,8 @@ def hash_by_shares():
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
     for seed in range(3):
         x = torch.randn(3, 2, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
-        outputs = training([x[share].cuda() for share in training.mine])
-        training.backward([y.square().mean() for y in outputs])
+        batches = [x[share].cuda() for share in training.mine]
+        training.step(lambda model, batch: model(batch).square().mean(), batches)
         optimizer.step()
         optimizer.zero_grad()
     return syncbn.fingerprint(network, optimizer)

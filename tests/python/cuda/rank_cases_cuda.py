@@ -22,6 +22,7 @@ from syncbn.exchange import callers, groups, host
 from syncbn.exchange.call import Call
 from syncbn.exchange.host import ThroughHost, transport_of
 from syncbn.exchange.transport import SUMMED, InStream, with_places
+from syncbn.exchange.turn import Turn
 from syncbn.operators import DTYPES, HEADER_WORDS, ops
 from syncbn.parallel import all_reduce
 from syncbn.step.options import Options
@@ -37,6 +38,12 @@ def through_host():
 
 def message_of(x, number=0, statistics=0):
     return Rank(x, layer=number, statistics=statistics).begin()
+
+
+def exchanged(way, message, channels, call, records=0):
+    """What the way gives of a message."""
+    turn = Turn(way.peers, lambda: call, message, None)
+    return way.exchange(turn, message, None, channels, records)
 
 
 def saved_of(x, merged, ranks):
@@ -58,7 +65,7 @@ def case_messages_through_the_host_exact(rank, world):
             x = whole[shards(9, world, "empty first")[rank]]
             if rank == 0:
                 x = x.to(torch.float64 if dtype == torch.float16 else torch.float16)
-            got = way.exchange(message_of(x), channels, call)[0]
+            got = exchanged(way, message_of(x), channels, call)[0]
             expected = message_of(whole)
             assert got.shape == expected.shape and got[0] == 9, (dtype, channels)
             # Digits are summed without carries, so moments are compared, not words.
@@ -68,14 +75,14 @@ def case_messages_through_the_host_exact(rank, world):
 
 def case_empty_messages_through_the_host(rank, world):
     x = torch.empty(0, 5, dtype=DTYPES[rank % len(DTYPES)])
-    got = through_host().exchange(message_of(x), 5, Call("layer"))[0]
+    got = exchanged(through_host(), message_of(x), 5, Call("layer"))[0]
     assert got[0] == 0 and got.numel() == message_of(x).numel()
 
 
 def case_messages_that_differ_through_the_host_are_an_error(rank, world):
     def exchange():
         message = message_of(torch.randn(2, 3), number=rank)
-        through_host().exchange(message, 3, Call("layer"))
+        exchanged(through_host(), message, 3, Call("layer"))
 
     diverges("did not make the same call", exchange)
 
@@ -93,9 +100,9 @@ def case_messages_in_stream_order_exact(rank, world):
     """The host learns nothing, the header tells the device."""
     way, call = in_stream_order(), Call("layer")
     whole = torch.randn(9, 4, generator=torch.Generator().manual_seed(2))
-    got = way.exchange(message_of(whole[shards(9, world, "uneven")[rank]]), 4, call)[0]
+    got = exchanged(way, message_of(whole[shards(9, world, "uneven")[rank]]), 4, call)[0]
     assert torch.equal(saved_of(whole, got, world), saved_of(whole, message_of(whole), 1))
-    differing, _ = way.exchange(message_of(torch.randn(2, 4), number=rank), 4, call)
+    differing, _ = exchanged(way, message_of(torch.randn(2, 4), number=rank), 4, call)
     _, agree, rejected, _ = ops.header(differing, world).tolist()
     assert not agree and not rejected
 
@@ -105,7 +112,7 @@ def case_welford_messages_exact(rank, world):
     whole = torch.randn(9, 4, generator=torch.Generator().manual_seed(2))
     own = message_of(whole[shards(9, world, "empty first")[rank]], 3, 1)
     for way in (in_stream_order(), through_host()):
-        merged, rest = way.exchange(with_places(own, way.peers, 0), 4, Call("layer"), world)
+        merged, rest = exchanged(way, with_places(own, way), 4, Call("layer"), world)
         rows = merged[HEADER_WORDS:].view(world, -1)
         assert rest is None and torch.equal(rows[rank], own[HEADER_WORDS:])
         assert rows[:, 0].sum() == merged[0] and merged[1] == world * own[1]
@@ -113,7 +120,7 @@ def case_welford_messages_exact(rank, world):
 
 
 def refuse(x, call):
-    in_stream_order().reject(call, ValueError("refused"), x=x, parameter=torch.ones(4))
+    in_stream_order().refuse(call, ValueError("refused"), x=x, parameter=torch.ones(4))
 
 
 def case_refusal_in_stream_order_reaches_the_header(rank, world):
@@ -124,7 +131,7 @@ def case_refusal_in_stream_order_reaches_the_header(rank, world):
         refuse(torch.randn(2, 7), call)
         return
     message = message_of(torch.randn(2, 4))
-    got = in_stream_order().exchange(message, 4, call)[0]
+    got = exchanged(in_stream_order(), message, 4, call)[0]
     assert ops.header(got, world)[2] == 1 and got.numel() == HEADER_WORDS + 4 * 19
 
 
@@ -139,9 +146,9 @@ def case_refused_welford_call_in_stream_order_reaches_the_headers(rank, world):
             continue
         own = message_of(x, 3, 1)
         way = in_stream_order()
-        merged = way.exchange(with_places(own, way.peers, 0), 4, call, world)[0]
+        merged = exchanged(way, with_places(own, way), 4, call, world)[0]
         assert ops.header(merged, world)[2] == 1
-        summed = in_stream_order().exchange(message_of(x), 4, call)[0]
+        summed = exchanged(in_stream_order(), message_of(x), 4, call)[0]
         assert ops.header(summed, world)[2] == 1
 
 

@@ -79,7 +79,7 @@ def test_refused_input_on_another_device_than_the_layer(ways, place, way, option
     other = "cpu" if place == "cuda" else "cuda"
     layer = exchanged(syncbn.SyncBatchNorm(3, device=place, **options))
     if layer.weight is None and layer.running_mean is None:
-        layer.state.call = torch.zeros(1, dtype=torch.int64, device=place)
+        layer.state._count_in(torch.zeros(2, dtype=torch.int64, device=place))
     else:
         with pytest.raises(ValueError, match="got a tensor on (cpu|cuda:0), expected (cpu|cuda:0)"):
             layer(torch.empty(4, 3, device=other))
@@ -134,9 +134,9 @@ def test_message_of_unknown_length_is_not_sent(monkeypatch):
         (torch.ones(4, 3).int(), torch.ones(3)),
         (torch.ones(4), None),
     ):
-        way.reject(call, error, x=x, parameter=parameter)
+        way.refuse(call, error, x=x, parameter=parameter)
     second = call._replace(direction="second backward")
-    way.reject(second, error, x=torch.ones(4, 3), parameter=torch.ones(3))
+    way.refuse(second, error, x=torch.ones(4, 3), parameter=torch.ones(3))
     assert sent == []
-    way.reject(call, error, x=torch.ones(4), parameter=torch.ones(3))
+    way.refuse(call, error, x=torch.ones(4), parameter=torch.ones(3))
     assert len(sent) == 1

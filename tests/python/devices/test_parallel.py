@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import share_programs
 import syncbn
 from support import assert_near, new_layer
 from syncbn.parallel import SelfDataParallel
@@ -204,6 +205,25 @@ def test_compiled_models_meet_at_their_layers_exact():
     compiled(x)  # compiled for one device first
     ys = SelfDataParallel(compiled, ["cpu"] * 3)(x)
     assert all(torch.equal(y, z) for y, z in zip(ys, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", ("Kept", "patched", "Recurrent", "WrittenBuffers"))
+def test_programs_that_hold_modules_are_those_of_the_device_exact(name):
+    """Each device has its parameters wherever the program finds the module. With two devices the
+    sum of a gradient has one order; buffers are the first device's."""
+    found = []
+    for replicate in (False, True):
+        torch.manual_seed(2)
+        network, _ = share_programs.made(share_programs.EQUAL[name])
+        network = syncbn.convert_sync_batchnorm(network)
+        model = SelfDataParallel(network, ["cpu"] * 2, replicate)
+        x = torch.randn(6, 4).split(3)
+        sum(y.square().sum() for y in model(x)).backward()
+        found.append([p.grad for p in network.parameters() if p.requires_grad])
+        if replicate and name == "WrittenBuffers":
+            assert network.n == 1 and not torch.equal(network.wide, torch.zeros(8))
+    if name != "WrittenBuffers":
+        assert all(map(torch.equal, *found))
 
 
 def test_copies_and_pickles():

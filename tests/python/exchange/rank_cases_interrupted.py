@@ -29,7 +29,7 @@ LIMIT = 100.0
 SOON = 30.0
 _MODULES = agreement, failing, connections, host, transport
 _FILES = {module.__file__ for module in _MODULES}
-_STEPS = node._BatchNormTraining.forward, training.forward, training._backward
+_STEPS = node._BatchNormTraining.forward, training.forward, training.backward.__wrapped__
 _CODES = {function.__code__ for function in _STEPS}
 
 

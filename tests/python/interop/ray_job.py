@@ -49,31 +49,31 @@ def train(folder: Path, on_ray: bool) -> None:
     )
     training = syncbn.Shares(network, SHARES, seed=1)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
+    loader = training.loader(Pictures(), BATCH)
+    parts = {"training": training, "optimizer": optimizer, "loader": loader}
     checkpoint = ray.train.get_checkpoint() if on_ray else None
     if checkpoint is not None:
         with checkpoint.as_directory() as directory:
             state = torch.load(Path(directory) / "state.pt")
-        training.load_state_dict(state["training"])
-        optimizer.load_state_dict(state["optimizer"])
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
     rank = ray.train.get_context().get_world_rank() if on_ray else 0
     workers = ray.train.get_context().get_world_size() if on_ray else 1
     if rank == 0:
         with open(folder / "began", "a") as file:
             print(workers, training.steps, file=file)
-    loader = training.loader(Pictures(), BATCH)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
     while training.steps < STEPS:
-        epoch, start = divmod(training.steps, len(Pictures()) // BATCH)
-        loader.batch_sampler.set_epoch(epoch, start)
-        for x, labels in loader:
-            pairs = zip(training(x), training.split(labels))
-            training.backward([nn.functional.cross_entropy(y, t) for y, t in pairs])
+        for batches in loader:
+            training.step(loss, batches)
             optimizer.step()
             optimizer.zero_grad()
             (folder / f"process{rank}").write_text(str(os.getpid()))
             if on_ray:
-                report(
-                    rank, {"training": training.state_dict(), "optimizer": optimizer.state_dict()}
-                )
+                report(rank, {name: part.state_dict() for name, part in parts.items()})
                 time.sleep(0.3)  # time for what happens to the job
             if training.steps == STEPS:
                 break

@@ -24,16 +24,21 @@ _PYTHON_WORDS = {
     "operators.py": ("why_not_cuda",),
     "agreement.py": ("reason",),
     "callers.py": ("alone_text",),
-    "parallel.py": ("_difference",),
+    "meeting_point.py": ("_difference",),
+    "devices.py": ("text",),
+    "turns.py": ("_past",),
 }
 _CPP_TEXT = re.compile(r"\bthrow\s+\w+(?=\()|(?<!void )\b(?:refuse|require|abandon|break_at)(?=\()")
 #: The same, in the core.
 _CPP_WORDS = {
+    "mpi_exchange.cpp": r"\b(?:text|reason) =",
+    "mpi.cpp": r"\bk(?:NotRunning|WrongThread) =",
     "nccl.cpp": r"\btext =",
     "no_memory.hpp": r"\btext_\(",
     "rank_texts.hpp": r"\breturn\b",
     "torch_autograd.hpp": r"\btext =",
-    "torch_process_group.hpp": r"\b(?:why|text) =",
+    "torch_process_group.hpp": r"\b(?:why|text) \+?=",
+    "c_api_groups.cpp": r"\breason =",
 }
 _CPP_SKIPPED = re.compile(r"//[^\n]*|^[ \t]*#[ \t]*include[^\n]*", re.M)
 _LITERAL = r'"((?:\\.|[^"\\\n])*)"'

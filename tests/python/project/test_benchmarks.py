@@ -58,7 +58,7 @@ def test_suite_writes_every_field(tmp_path):
     results = json.loads(file.read_text())
     assert set(results) == {
         *("format", "form", "seconds", "machine"),
-        *("passes", "exchange", "threads", "layers", "ranks", "steps"),
+        *("passes", "exchange", "threads", "layers", "ranks", "steps", "jax"),
     }
     assert results["format"] == 2 and results["form"] == "tiny"
     assert results["passes"] == results["threads"] == []
@@ -89,6 +89,12 @@ def test_suite_writes_every_field(tmp_path):
     )
     places = ["memory", "threads", "shape", "dtype", "layout", "direction"]
     assert names(results["layers"], *places) == set(expected)
+
+    for row in results["jax"]:
+        for values in (row["ratio"], *row["milliseconds"].values()):
+            check_quartiles(values)
+    expected = itertools.product([1, 2], ["2x8x3x5"], directions[:2])
+    assert names(results["jax"], "devices", "shape", "direction") == set(expected)
 
     for row in results["ranks"] + results["steps"]:
         assert row["rounds"] >= 2

@@ -36,6 +36,7 @@ ELSEWHERE = {
     "docs/training.md": "rank_cases_parallel.py",
     "docs/groups.md": "rank_cases_groups.py",
     "docs/diagnosis.md": "rank_cases_profile.py",
+    "docs/jax.md": "test_jax.py",
 }
 PAGES = [page for page in PAGES if page not in ELSEWHERE]
 

@@ -3,26 +3,40 @@
 ranks of all worlds. text_*: an error's text, equal on all ranks of a world."""
 
 import functools
-import time
+import itertools
+import random
 from pathlib import Path
 
+import numpy as np
 import timm.optim
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+import share_programs
 import syncbn
 from rank_runs import TIMEOUT
-from share_models import Pictures, random_network, train, trained
-from syncbn.models.recording import first_difference
+from share_models import Pictures, drawn_training, random_network, train, trained
+from syncbn.models import recording
 
-#: Seeds of networks that have layers of each kind, in 3, 5 and 6 shares.
+#: Seeds of networks that have layers of each kind, in 4 to 7 shares.
 NETWORKS = (4, 5, 6, 9)
 
 
 def hash_of_random_networks(rank, world, folder):
     return [trained(seed) for seed in NETWORKS]
+
+
+def hash_of_drawn_programs(rank, world, folder):
+    """A program has one hash, or is refused by name."""
+    found = []
+    for seed in range(8):
+        try:
+            found.append(drawn_training(seed))
+        except (ValueError, syncbn.DivergenceError) as error:
+            found.append(str(error).partition("got ")[2])
+    return found
 
 
 def hash_of_a_penalty_and_autocast(rank, world, folder):
@@ -46,51 +60,140 @@ def hash_of_optimizers(rank, world, folder):
     return hashes
 
 
+def _batches(training, step, size=4):
+    """Random (x, target) of this process's shares."""
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(training.shares, size, 4, generator=generator)
+    target = torch.randint(3, (training.shares, size), generator=generator)
+    return [(x[share], target[share]) for share in training.mine]
+
+
+def run_of(kind, steps=4, shares=4):
+    """The hash that the training of a program ends with, or the text of its error."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    network, loss = share_programs.made(kind)
+    network = syncbn.convert_sync_batchnorm(network)
+    values = []
+    try:
+        training = syncbn.Shares(network, shares, seed=3)
+        trained = [p for p in network.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-2)
+        for step in range(steps):
+            values.append(training.step(loss, _batches(training, step)))
+            optimizer.step()
+            optimizer.zero_grad()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return syncbn.fingerprint(network, optimizer, values)
+
+
+def hash_of_programs(rank, world, folder):
+    return {name: run_of(kind) for name, kind in share_programs.EQUAL.items()}
+
+
+def programs_that_are_refused(rank, world, folder):
+    return {name: run_of(kind) for name, (kind, _) in share_programs.REFUSED.items()}
+
+
 def hash_of_accumulated_steps(rank, world, folder):
-    """Micro-steps with and without exchanges, and two forwards before one backward."""
+    """Micro-steps with and without exchanges."""
     network, shares = random_network(1)
     training = syncbn.Shares(network, shares, seed=5)
-    x, target = next(iter(training.loader(Pictures(), 4 * shares)))
+    batches = next(iter(training.loader(Pictures(), 4 * shares)))
 
-    def losses():
-        return [F.cross_entropy(y, t) for y, t in zip(training(x), training.split(target))]
+    def loss(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
 
     with training.no_sync():
-        training.backward(losses())
-        training.backward(losses())
-    training.backward(losses())
-    training.backward(losses())
-    training.backward([a + 2 * b for a, b in zip(losses(), losses())])
-    mean = training.mean([x.detach() for x in losses()])
-    return syncbn.fingerprint([p.grad for p in network.parameters()], network, mean)
+        values = [training.step(loss, batches) for _ in range(2)]
+        assert all(p.grad is None for p in network.parameters())
+    values += [training.step(loss, batches), training.step(loss, batches)]
+    return syncbn.fingerprint([p.grad for p in network.parameters()], network, values)
 
 
-class Narrow(nn.Module):
-    """Forward reads the weight of a synchronized layer, which also keeps it small."""
-
+class _Game(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.last = syncbn.SyncBatchNorm(7), nn.Linear(7, 3)
-
-    def forward(self, x):
-        return self.last(self.norm(x)), self.norm.weight.abs().sum()
+        self.draws = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+        self.judges = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.SiLU(), nn.Linear(8, 1))
 
 
-def hash_of_a_network_that_reads_a_layers_weight(rank, world, folder):
+def hash_of_two_losses(rank, world, folder):
+    """Of a generator and a discriminator; each optimizer's gradients are cleared for it."""
     torch.manual_seed(0)
-    network = Narrow()
-    training = syncbn.Shares(network, 3)
-    x = torch.randn(12, 7, generator=torch.Generator().manual_seed(1)).chunk(3)
-    outputs = training([x[share] for share in training.mine])
-    training.backward([y.square().sum() + penalty for y, penalty in outputs])
-    return syncbn.fingerprint([p.grad for p in network.parameters()])
+    network = syncbn.convert_sync_batchnorm(_Game())
+    training = syncbn.Shares(network, 4, seed=1)
+    parts = network.judges, network.draws
+    optimizers = [torch.optim.Adam(part.parameters(), lr=1e-2) for part in parts]
+
+    def judge(model, batch):
+        with torch.no_grad():
+            made = model.draws(torch.randn_like(batch[0]))
+        return F.softplus(model.judges(made)).mean() + F.softplus(-model.judges(batch[0])).mean()
+
+    def draw(model, batch):
+        return F.softplus(-model.judges(model.draws(torch.randn_like(batch[0])))).mean()
+
+    values = []
+    for step in range(3):
+        for loss, optimizer in zip((judge, draw), optimizers):
+            network.zero_grad()
+            values.append(training.step(loss, _batches(training, step)))
+            optimizer.step()
+    return syncbn.fingerprint(network, *optimizers, values)
 
 
-def _added_in_a_tree(gradients):
-    if len(gradients) == 1:
-        return gradients[0]
-    half = 1 << (len(gradients) - 1).bit_length() - 1
-    return _added_in_a_tree(gradients[:half]) + _added_in_a_tree(gradients[half:])
+def hash_of_what_the_program_changes(rank, world, folder):
+    """Between the steps: attributes, containers, hooks, buffers, memory of parameters, evaluation,
+    and parameters that are frozen."""
+
+    class Network(share_programs.Base):
+        def __init__(self):
+            super().__init__()
+            self.rate, self.rates = 1.0, [1.0, {"last": 1.0}]
+            self.register_buffer("shift", torch.zeros(8))
+
+        def forward(self, x):
+            h = self.bn(self.a(x)) * self.rate * self.rates[0] * self.rates[1]["last"]
+            return self.b(h + self.shift)
+
+    torch.manual_seed(0)
+    network = syncbn.convert_sync_batchnorm(Network())
+    training, values = syncbn.Shares(network, 4), []
+
+    def step():
+        values.append(training.step(share_programs.loss, _batches(training, 0)))
+
+    def changed(change):
+        change()
+        step()
+        assert not torch.equal(values[-1], values[-2])
+
+    step()
+    network.bn.momentum = 0.0
+    step()
+    assert torch.equal(values[0], values[1])
+    changed(lambda: setattr(network, "rate", 0.5))
+    changed(lambda: network.rates.__setitem__(0, 0.5))
+    changed(lambda: network.rates[1].update(last=0.5))
+    changed(lambda: network.shift.add_(1))
+    changed(lambda: setattr(network, "shift", torch.linspace(-3, 3, 8)))
+    handle = network.b.register_forward_hook(lambda m, i, output: output * 2)
+    changed(lambda: None)
+    changed(handle.remove)
+    vector = nn.utils.parameters_to_vector(network.parameters()).detach()
+    changed(lambda: nn.utils.vector_to_parameters(vector * 0.5, network.parameters()))
+    network.a.requires_grad_(False)
+    network.zero_grad()
+    step()
+    assert network.a.weight.grad is None and network.b.weight.grad is not None
+    changed(lambda: nn.init.ones_(network.a.weight))
+    network.eval()
+    with torch.no_grad():
+        values.append(network(torch.ones(2, 4)))
+    return syncbn.fingerprint(network, values)
 
 
 def hash_of_ddp_in_a_fixed_order(rank, world, folder):
@@ -114,32 +217,43 @@ def hash_of_ddp_in_a_fixed_order(rank, world, folder):
         ddp.register_comm_hook(group, syncbn.parallel.fixed_order_hook)
         for step in range(3):  # after the first one DDP makes other buckets
             own = [backward(network(), r, step) for r in range(world)]
-            expected = [_added_in_a_tree(each).div(world) for each in zip(*own)]
+            # Exact but for rounding of what is below 2^-50 of the largest.
+            sums = [torch.stack(each).double().sum(0) for each in zip(*own)]
+            expected = [total.div(world).float() for total in sums]
             for grad, mean in zip(backward(ddp, rank, step), expected):
                 assert torch.equal(grad, mean)
     return "equal"
 
 
+def _mixed(samples):
+    """Collates with random numbers, to the length of the longest."""
+    scale = torch.rand(()) + random.random() + np.random.rand()
+    x = nn.utils.rnn.pad_sequence([scale * x.flatten()[: 5 + 9 * y] for x, y in samples], True)
+    return x, torch.tensor([y for _, y in samples])
+
+
 def hash_of_the_data(rank, world, folder):
     """Each share's samples, whoever has the share, without workers and with two or one."""
     training = syncbn.Shares(nn.Linear(2, 2), 6, seed=3)
-    seen: dict[str, str] = {}
     runs = []
     for workers in (0, 2 if world == 1 else 1):
+        seen = {}
         before = torch.get_rng_state()
-        loader = training.loader(Pictures(), 12, num_workers=workers)
-        loader.batch_sampler.set_epoch(1, start=3)
-        assert len(loader) == 2
-        for i, (x, _) in enumerate(loader):
-            for share, part in zip(training.mine, training.split(x)):
-                seen[f"{share} of {i}"] = syncbn.fingerprint(part)
+        loader = training.loader(Pictures(), 12, num_workers=workers, collate_fn=_mixed)
+        loader.load_state_dict({"epoch": 1, "batch": 3, "samples": 60})
+        for epoch in (1, 2):
+            assert loader.epoch == epoch
+            for i, batches in enumerate(loader):
+                for share, batch in zip(training.mine, batches, strict=True):
+                    seen[f"{share} of {i} of {epoch}"] = syncbn.fingerprint(batch)
+        assert loader.state_dict() == {"epoch": 3, "batch": 0, "samples": 60}
         assert torch.equal(before, torch.get_rng_state())
         everybody = [seen]
         if world > 1:
             everybody = [None] * world
             dist.all_gather_object(everybody, seen)
         whole = {name: text for some in everybody for name, text in some.items()}
-        assert len(whole) == 12
+        assert len(whole) == 6 * (2 + 5) == len(set(whole.values()))
         runs.append([whole[name] for name in sorted(whole)])
     assert runs[0] == runs[1]
     return runs[0]
@@ -149,14 +263,14 @@ def goes_on(begin: Path | None, steps: int, end: Path | None) -> str:
     network, shares = random_network(4)
     training = syncbn.Shares(network, shares, seed=9)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
+    loader = training.loader(Pictures(), 10 * shares)  # few batches in an epoch
+    parts = {"training": training, "optimizer": optimizer, "loader": loader}
     if begin:
-        state = torch.load(begin)
-        training.load_state_dict(state["training"])
-        optimizer.load_state_dict(state["optimizer"])
-    train(training, optimizer, steps)
+        for name, state in torch.load(begin).items():
+            parts[name].load_state_dict(state)
+    train(training, loader, optimizer, steps)
     if end and training.mine.start == 0:
-        state = {"training": training.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save(state, end)
+        torch.save({name: part.state_dict() for name, part in parts.items()}, end)
     return syncbn.fingerprint(network, optimizer)
 
 
@@ -180,6 +294,7 @@ def caught(*errors):
 
 
 refused = caught(ValueError)
+either = caught(ValueError, syncbn.DivergenceError)
 
 
 def text_of_more_processes_than_shares(rank, world, folder):
@@ -195,139 +310,191 @@ def text_of_an_argument_that_one_rank_refuses(rank, world, folder):
     return text.partition("seed: ")[2]
 
 
-def text_of_losses_that_one_rank_refuses(rank, world, folder):
-    training = syncbn.Shares(nn.Linear(2, 2), world)
-    y = training(torch.ones(1, 2))[0]
-    losses = [y.sum()] * 2 if rank == 1 else [y.sum()]
-    text = caught(ValueError, syncbn.DivergenceError)(lambda: training.backward(losses))
-    assert "forward that had its backward" in refused(lambda: training.backward([y.sum()]))
-    training.backward(training(torch.ones(1, 2))[0].sum())  # and they go on together
-    assert torch.equal(training.module.weight.grad, torch.ones(2, 2))
-    return text.partition("losses: ")[2]
-
-
-def text_of_a_frozen_parameter_on_one_rank(rank, world, folder):
-    network = nn.Linear(2, 2)
-    training = syncbn.Shares(network, world)
-    network.requires_grad_(rank != 1)
-    y = training(torch.ones(1, 2))[0]
-    loss = y.sum() if rank != 1 else torch.ones(1, requires_grad=True).sum()
-    text = caught(syncbn.DivergenceError)(lambda: training.backward(loss))
-    assert "frozen parameters: none on rank" in text
-    return text[text.index("weight, bias") :]
-
-
-def text_of_values_that_one_rank_refuses(rank, world, folder):
-    training = syncbn.Shares(nn.Linear(2, 2), world)
-    values = [torch.ones(2)] * (2 if rank == 1 else 1)
-    text = caught(ValueError, syncbn.DivergenceError)(lambda: training.mean(values))
-    assert torch.equal(training.mean(values[0]), values[0])  # and they go on together
-    return text.partition("values: ")[2]
-
-
 def text_of_a_buffer_of_another_shape(rank, world, folder):
     network = nn.Linear(2, 2)
     network.register_buffer("more", torch.zeros(2 if rank == 1 else 3))
     return refused(lambda: syncbn.Shares(network, world)).partition(": got")[0]
 
 
-def text_of_a_model_that_fails_on_one_rank(rank, world, folder):
-    """Before the first layer and after it, with one share of each process and with two."""
+def text_of_a_step_that_one_rank_refuses(rank, world, folder):
+    training = syncbn.Shares(nn.Linear(4, 3), world)
+    batches = _batches(training, 0)
+    text = either(lambda: training.step(share_programs.loss, batches * (2 if rank == 1 else 1)))
+    training.step(share_programs.loss, batches)  # and they go on together
+    assert training.steps == 1
+    return text.partition("batches: ")[2]
 
-    def told(shares, at):
-        network = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.BatchNorm1d(3))
+
+def text_of_a_frozen_parameter_on_one_rank(rank, world, folder):
+    network = nn.Linear(4, 3)
+    training = syncbn.Shares(network, world)
+    network.weight.requires_grad_(rank != 1)
+    step = caught(syncbn.DivergenceError)
+    text = step(lambda: training.step(share_programs.loss, _batches(training, 0)))
+    assert "frozen parameters: none on rank" in text
+    return text[text.index("weight on") :]
+
+
+def text_of_other_data(rank, world, folder):
+    """Each difference by its name, and none of them is silent."""
+    training, step = syncbn.Shares(nn.Linear(4, 3), world), caught(syncbn.DivergenceError)
+    own, found = rank == 1, []
+    for name in ("samples", "batch size", "shuffle", "epoch", "batch"):
+        data = [(torch.ones(4), 1)] * (8 * world + (name == "samples" and own))
+        size = world * (1 + (name == "batch size" and own))
+        loader = training.loader(data, size, shuffle=name == "shuffle" and own)
+        if name == "epoch" and own:
+            loader.set_epoch(1)
+        batches = iter(loader)
+        for _ in range(1 + (name == "batch" and own)):
+            parts = next(batches)
+        text = step(lambda parts=parts: training.step(share_programs.loss, parts))
+        assert f" {name}: " in text, text
+        found.append(name)
+    return found
+
+
+def text_of_other_options(rank, world, folder):
+    """That change after the constructor; learning rates, and optimizers' states."""
+    training, step = syncbn.Shares(nn.Linear(4, 3), world, compare_every=1), either
+    batches, found = _batches(training, 0), []
+    optimizer = torch.optim.SGD(training.module.parameters(), lr=1e-3, momentum=0.5)
+
+    def differ(name, change, back):
+        if rank == 1:
+            change()
+        text = step(lambda: training.step(share_programs.loss, batches))
+        if rank == 1:
+            back()
+        assert f" {name}: " in text, text
+        training.step(share_programs.loss, batches)
+        found.append(name)
+
+    differ("threads", lambda: torch.set_num_threads(2), lambda: torch.set_num_threads(1))
+    dtype = torch.get_default_dtype()
+    differ(
+        "default dtype",
+        lambda: torch.set_default_dtype(torch.float64),
+        lambda: torch.set_default_dtype(dtype),
+    )
+    differ(
+        "denormal numbers",
+        lambda: torch.set_flush_denormal(True),
+        lambda: torch.set_flush_denormal(False),
+    )
+    weight = training.module.weight.data
+    kept = weight.clone()
+    differ("parameters", lambda: weight.add_(1), lambda: weight.copy_(kept))
+    own = [0.1 if rank == 1 else 0.2]
+    optimizer.param_groups[0]["lr"] = own[0]
+    optimizer.step()
+    text = step(lambda: training.step(share_programs.loss, batches))
+    assert " learning rates: " in text and " parameters: " in text, text
+    assert " optimizers: " in text, text
+    return found
+
+
+def text_of_a_model_that_fails_on_one_rank(rank, world, folder):
+    """Before the first layer, after it, in backward, and in a model without layers, with one share
+    of each process and with two."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return 1 / 0
+
+    def told(shares, at, backward, norm):
+        last = nn.BatchNorm1d(3) if norm else nn.Linear(3, 3)
+        network = nn.Sequential(nn.Linear(4, 3), last, nn.ReLU(), nn.Linear(3, 3))
         training = syncbn.Shares(syncbn.convert_sync_batchnorm(network), shares)
-        x = torch.randn(2 * len(training.mine), 2)
-        handle = network[at].register_forward_pre_hook(lambda *_: 1 / 0 if rank == 1 else None)
-        text = caught(ZeroDivisionError, syncbn.DivergenceError)(lambda: training(x))
+        batches = _batches(training, 0)
+
+        def fail(module, inputs):
+            if rank == 1:
+                return (Fails.apply(inputs[0]),) if backward else 1 / 0
+
+        handle = network[at].register_forward_pre_hook(fail)
+        text = caught(ZeroDivisionError, syncbn.DivergenceError)(
+            lambda: training.step(share_programs.loss, batches)
+        )
+        assert all(p.grad is None for p in network.parameters())
         handle.remove()
-        training(x)  # and they go on together
+        training.step(share_programs.loss, batches)  # and they go on together
         return text.rpartition("ZeroDivisionError: ")[2]
 
-    texts = {told(shares, at) for shares in (world, 2 * world) for at in (0, 2)}
-    return " or ".join(texts)
+    cases = itertools.product((world, 2 * world), (1, 3), (False, True), (False, True))
+    return " or ".join({told(*case) for case in cases})
 
 
-class Penalty(nn.Module):
-    """Takes a gradient through its layer inside forward, where it is told to."""
+def text_of_a_batch_that_one_rank_cannot_load(rank, world, folder):
+    training = syncbn.Shares(nn.Linear(4, 3), world)
 
-    def __init__(self):
-        super().__init__()
-        self.norm, self.inner = syncbn.SyncBatchNorm(3), True
+    def collate(samples):
+        if rank == 1:
+            raise KeyError("no such file")
+        return torch.ones(1, 4), torch.ones(1, dtype=torch.long)
 
-    def forward(self, x):
-        x = x.detach().requires_grad_()
-        y = self.norm(x)
-        if not self.inner:
-            return y
-        return y + torch.autograd.grad(y.pow(3).sum(), x, retain_graph=True)[0]
+    def run():
+        for batches in training.loader(range(world), world, collate_fn=collate):
+            training.step(share_programs.loss, batches)
 
-
-def text_of_a_backward_inside_the_forward_of_a_share(rank, world, folder):
-    """The first process has one share, whose backward would be the whole one's."""
-    training = syncbn.Shares(Penalty(), 2 * world - 1)
-    began = time.monotonic()
-    text = caught(RuntimeError, syncbn.DivergenceError)(
-        lambda: training(torch.randn(2 * len(training.mine), 3))
-    )
-    assert time.monotonic() - began < 10
-    training.module.inner = False
-    training(torch.randn(2 * len(training.mine), 3))  # and they go on together
-    return text[text.index("got a backward") : text.index(", expected")]
-
-
-def text_of_a_batch_that_one_rank_refuses(rank, world, folder):
-    network = syncbn.convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
-    training = syncbn.Shares(network, 2 * world)
-    x = torch.randn(5 if rank == 1 else 4, 2)
-    text = caught(ValueError, syncbn.DivergenceError)(lambda: training(x))
-    training(torch.randn(4, 2))  # and they go on together
-    return text.partition("inputs[0]: ")[2]
+    text = caught(KeyError, syncbn.DivergenceError)(run)
+    training.loader(range(world), world)  # the others had begun with the epoch
+    training.step(share_programs.loss, _batches(training, 0))
+    return text.rpartition("KeyError: ")[2]
 
 
 def _recorded(path, world, rank, flip=None, **options):
     """Three steps of two layers on this rank's samples of seven. flip: the step and the direction
-    in which the lowest bit of one number of the first sample is another one."""
+    in which a bit of one number of the first sample is another one."""
     torch.manual_seed(0)
+    options["affine_grad"] = "global"  # the ranks have the same gradients
     first, last = syncbn.SyncBatchNorm(3, **options), syncbn.SyncBatchNorm(3, **options)
     model = nn.Sequential(first, nn.ReLU(), last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     own = slice(7 * rank // world, 7 * (rank + 1) // world)
-    ys = []
     with syncbn.record(model, path):
         for step in range(3):
             x, dy = (torch.randn(7, 3, 5) for _ in range(2))
             for direction, tensor in (("forward", x), ("backward", dy)):
                 if flip == (step, direction):
-                    tensor.view(torch.int32)[0, 1, 2] ^= 1
-            ys.append(model(x[own].requires_grad_()))
-            ys[-1].backward(dy[own])
+                    tensor.view(torch.int32)[0, 1, 2] ^= 1 << 16
+            optimizer.zero_grad()
+            model(x[own].requires_grad_()).backward(dy[own])
             optimizer.step()
-    return ys
+
+
+def _notes(path, world):
+    """All but the environment, of all ranks."""
+    if world > 1:
+        dist.barrier()
+    found = recording._lines(path)
+    if world > 1:
+        dist.barrier()
+    return [[*place, *note] for place, note in sorted(found.items()) if place[0] >= 0]
 
 
 def hash_of_records(rank, world, folder):
-    """Lines of layers, on each engine; those of gradients tell of each rank's share alone."""
+    """On each engine, of a model without Shares."""
     texts = []
     for engine in ("auto", "process_group") if world > 1 else ("auto",):
         run = {"engine": engine, "rank": rank, "world": world}
-        ys = _recorded(folder / "a", **run)
-        _recorded(folder / "forward", **run, flip=(1, "forward"))
-        _recorded(folder / "backward", **run, flip=(2, "backward"))
-        _recorded(folder / "again", **run)
-        if world > 1:
-            dist.barrier()
-        lines = (folder / "a").read_text().splitlines()
-        found = [first_difference(folder / "a", folder / b) for b in ("forward", "backward")]
+        paths = [folder / name for name in ("a", "forward", "backward", "again")]
+        for path, flip in zip(paths, (None, (1, "forward"), (2, "backward"), None)):
+            _recorded(path, **run, flip=flip)
+        notes = _notes(paths[0], world)
+        found = [recording.first_difference(paths[0], path) for path in paths[1:]]
         found = [None if text is None else text.partition(":")[0] for text in found]
-        found.append(first_difference(folder / "a", folder / "again"))
-        assert len(lines) == 3 * (2 * 2 + 4)
-        texts.append([[line for line in lines if "gradient" not in line], found])
+        assert len(notes) == 3 * (2 + 4 + 4) + 4
+        texts.append([notes, found])
         if world > 1:
             dist.barrier()
-        assert ys
     assert all(text == texts[0] for text in texts)
-    assert texts[0][1] == ["step 1, 0, forward", "step 2, 2, backward", None]
+    assert texts[0][1] == ["step 1, 0, forward", "step 2, 2.bias, gradient", None]
     return texts[0]
 
 
@@ -335,9 +502,23 @@ def hash_of_a_recorded_training(rank, world, folder):
     network, shares = random_network(3)
     training = syncbn.Shares(network, shares, seed=3)
     with syncbn.record(training, folder / "training"):
-        train(training, torch.optim.SGD(network.parameters(), lr=1e-2), 2)
-    if world > 1:
-        dist.barrier()
-    lines = (folder / "training").read_text().splitlines()
-    assert any("gradient" in line for line in lines)
-    return [lines, syncbn.fingerprint(network)]
+        loader = training.loader(Pictures(), 2 * shares)
+        train(training, loader, torch.optim.SGD(network.parameters(), lr=1e-2), 2)
+    notes = _notes(folder / "training", world)
+    assert {note[1] for note in notes} == {1, 2, 3, 4, 5}
+    assert {note[3] for note in notes} == {-1, *range(shares)}
+    return [notes, syncbn.fingerprint(network)]
+
+
+def text_of_ranks_that_differ(rank, world, folder):
+    """One rank changes a gradient, which the others do not see."""
+    training = syncbn.Shares(nn.Linear(4, 3), world)
+    optimizer = torch.optim.SGD(training.module.parameters(), lr=0.1)
+    with syncbn.record(training, folder / "differing"):
+        training.step(share_programs.loss, _batches(training, 0))
+        if rank == world - 1:
+            training.module.bias.grad[0] *= 1 + 2.0**-23
+        optimizer.step()
+    dist.barrier()
+    text = recording.first_difference(folder / "differing", folder / "differing")
+    return text.rpartition("/")[2]

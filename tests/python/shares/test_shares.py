@@ -4,23 +4,29 @@ DistributedDataParallel promise nothing of the kind: gradients are added in an o
 the number of processes."""
 
 import contextlib
+import copy
 import functools
 import json
 import os
+import pickle
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import share_cases
+import share_programs
 import syncbn
 from rank_runs import TIMEOUT, free_port, quick_context, run_ranks, written
 from share_cases import goes_on
 from syncbn.__main__ import main
+from syncbn.models import recording
 
-WORLDS = (1, 2, 3)
+WORLDS = (1, 2, 3, 4)
 HASHES = [name for name in vars(share_cases) if name.startswith("hash_")]
 TEXTS = [name for name in vars(share_cases) if name.startswith("text_")]
 
@@ -58,7 +64,7 @@ def results(folders):
     """{world: {rank: {name: what it returned}}}."""
     found = {}
     for world, folder in folders.items():
-        names = [*HASHES, *(TEXTS if world > 1 else [])]
+        names = [*HASHES, "programs_that_are_refused", *(TEXTS if world > 1 else [])]
         functions = {name: getattr(share_cases, name) for name in names}
         found[world] = _run(world, folder, functions)
     return found
@@ -73,6 +79,23 @@ def test_bits_on_any_number_of_processes_exact(results, name):
             assert results[world][rank][name] == expected, f"rank {rank} of {world}"
 
 
+@pytest.mark.parametrize("name", share_programs.EQUAL)
+def test_programs_have_the_same_bits_exact(results, name):
+    found = {results[w][r]["hash_of_programs"][name] for w in WORLDS for r in range(w)}
+    assert len(found) == 1 and "Error" not in found.pop()
+
+
+@pytest.mark.parametrize("name", share_programs.REFUSED)
+def test_programs_are_refused_by_name_on_every_rank(results, name):
+    text = share_programs.REFUSED[name][1]
+    for world in WORLDS:
+        for rank in range(world):
+            if world == 4 and name in share_programs.OF_SEVERAL_SHARES:
+                continue
+            found = results[world][rank]["programs_that_are_refused"][name]
+            assert text in found, f"rank {rank} of {world}: {found}"
+
+
 @pytest.mark.parametrize("name", TEXTS)
 def test_refusals_reach_every_rank(results, name):
     expected = {
@@ -80,22 +103,22 @@ def test_refusals_reach_every_rank(results, name):
         "processes, expected one for each",
         "text_of_other_seeds": "ValueError: Shares: seed: got {ranks}, expected the same on all",
         "text_of_an_argument_that_one_rank_refuses": "got -1, expected an integer of at least 0",
-        "text_of_losses_that_one_rank_refuses": "got [(), ()], expected floating-point numbers, "
-        "one for each of the 1 shares of this process",
-        "text_of_values_that_one_rank_refuses": "got [(2,), (2,)], expected floating-point tensors "
-        "of one shape and dtype, one for each of the 1 shares of this process",
+        "text_of_a_step_that_one_rank_refuses": "got 2, expected a list of 1, one entry for each "
+        "share of this process",
         "text_of_a_buffer_of_another_shape": "ValueError: Shares: parameters and buffers",
         "text_of_a_model_that_fails_on_one_rank": "division by zero",
-        "text_of_a_frozen_parameter_on_one_rank": "weight, bias on rank 1",
-        "text_of_a_backward_inside_the_forward_of_a_share": "got a backward pass inside "
-        "the forward of one device",
-        "text_of_a_batch_that_one_rank_refuses": "got shape (5, 2), expected equal parts for the 2 "
-        "shares of this process along the first axis",
+        "text_of_a_frozen_parameter_on_one_rank": "weight on rank 1",
+        "text_of_a_batch_that_one_rank_cannot_load": "'no such file'",
+        "text_of_ranks_that_differ": "differing, whose ranks differ: step 0, bias, gradient",
+        "text_of_other_data": ["samples", "batch size", "shuffle", "epoch", "batch"],
+        "text_of_other_options": ["threads", "default dtype", "denormal numbers", "parameters"],
     }
     for world in WORLDS[1:]:
         less = world - 1
         ranks = ", ".join(f"{rank} on rank {rank}" for rank in range(world))
-        text = expected[name].format(world=world, less=less, ranks=ranks)
+        text = expected[name]
+        if isinstance(text, str):
+            text = text.format(world=world, less=less, ranks=ranks)
         assert [results[world][rank][name] for rank in range(world)] == [text] * world
 
 
@@ -111,6 +134,10 @@ def small() -> nn.Module:
     return syncbn.convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
 
 
+def square(model, batch):
+    return model(batch).square().sum()
+
+
 def test_shares_are_those_of_one_large_batch():
     """Near: sums of 24 terms in another order. One share is the batch itself."""
     torch.manual_seed(1)
@@ -120,27 +147,17 @@ def test_shares_are_those_of_one_large_batch():
         torch.manual_seed(0)
         model = small().double()
         training = syncbn.Shares(model, shares)
-        outputs = training(x)
-        losses = [(y * g).sum() * shares for y, g in zip(outputs, training.split(dy))]
-        training.backward(losses)
+        batches = list(zip(x.chunk(shares), dy.chunk(shares)))
+        training.step(lambda m, batch: (m(batch[0]) * batch[1]).sum() * shares, batches)  # noqa: B023
         grads.append([p.grad for p in model.parameters()])
-        assert [len(y) for y in outputs] == [24 // shares] * shares
     for other in grads[1:]:
         for a, b in zip(grads[0], other):
             assert (a - b).abs().max() <= 24 * 2.0**-52 * 24 * a.abs().max().clamp(min=1)
 
 
-def compiled() -> nn.Module:
-    part = nn.ReLU()
-    part.compile(backend="eager")
-    return nn.Sequential(part)
-
-
 MODELS = (
     (nn.BatchNorm1d(3), "BatchNorm1d at ''.*convert_sync_batchnorm"),
     (nn.DataParallel(nn.Linear(2, 2)), "DataParallel at '', expected the model"),
-    (compiled(), "compiled ReLU at '0', expected the model itself"),
-    (torch.compile(nn.ReLU()), "compiled OptimizedModule at '', expected"),
     (nn.Embedding(3, 2, sparse=True), "sparse gradients of ''"),
     (syncbn.SyncBatchNorm(3, process_group="mine"), "a process group at ''"),
     (syncbn.SyncBatchNorm(3, statistics="welford"), "statistics='welford' at '', expected 'repro"),
@@ -174,86 +191,78 @@ class Stream(torch.utils.data.IterableDataset):
         return 9
 
 
+def ones(count):
+    return [torch.ones(2, 2)] * count
+
+
 def test_refused_calls_change_nothing():
     training = syncbn.Shares(small(), 2)
     before = syncbn.fingerprint(training)
+    where = "and the network itself everywhere else"
     for call, text in (
-        (lambda: training(), "inputs: got none, expected the model's arguments"),
-        (lambda: training(torch.ones(3, 2)), r"inputs\[0\]: got shape \(3, 2\), expected equal"),
-        (lambda: training([torch.ones(2, 2)]), r"inputs\[0\]: got a list of 1, expected 2"),
-        (lambda: training.split(torch.ones(())), r"x: got shape \(\), expected equal parts"),
-        (lambda: training.backward(torch.ones(2)), r"losses: got \[\(2,\)\], expected floating"),
-        (lambda: training.backward([1.0, 2.0]), r"losses: got \[1.0, 2.0\], expected floating"),
-        (lambda: training.mean([]), r"values: got \[\], expected floating-point tensors"),
+        (lambda: training(torch.ones(4, 2)), f"Shares: got a call, .*{where}"),
+        (lambda: training.to(torch.float64), f"Shares: got a call of to\\(\\).*{where}"),
+        (lambda: training.step(None, ones(2)), "loss: got None, expected a function"),
+        (lambda: training.step(square, torch.ones(2, 2)), "batches: got Tensor, expected a list"),
+        (lambda: training.step(square, ones(1)), "batches: got 1, expected a list of 2"),
         (
-            lambda: training.mean([torch.ones(2), torch.ones(3)]),
-            r"got \[\(2,\), \(3,\)\], expected",
+            lambda: training.step(lambda m, x: m(x), ones(2)),
+            "loss: got 'loss' of Tensor, expected a n",
         ),
-        (lambda: training.mean([torch.tensor(1)] * 2), r"got \[\(\), \(\)\], expected floating"),
+        (lambda: training.step(lambda m, x: None, ones(2)), "loss: got None, expected a tensor of"),
         (lambda: training.loader(range(9), 3), "batch_size: got 3, expected a multiple of the 2"),
         (lambda: training.loader(iter([1]), 4), "dataset: got list_iterator, whose order"),
         (lambda: training.loader(Stream(), 4), "dataset: got Stream, whose order is its own"),
+        (lambda: training.loader(range(9), 4, sampler=[1]), "sampler: got one, expected none"),
+        (lambda: training.loader(range(9), 4).set_epoch(-1), "epoch: got -1, expected an integer"),
     ):
         with pytest.raises(ValueError, match=text):
             call()
+    for name, value in (("epoch", "7"), ("batch", 2.5), ("batch", 3), ("samples", 8)):
+        state = {"epoch": 0, "batch": 0, "samples": 9} | {name: value}
+        with pytest.raises(ValueError, match="state_dict"):
+            training.loader(range(9), 4).load_state_dict(state)
     training.module[1].sync = False
-    with pytest.raises(ValueError, match="module: got 1 with sync=False, expected sync=True"):
-        training(torch.ones(4, 2))
-    assert syncbn.fingerprint(training) == before and training.steps == 0
+    with pytest.raises(ValueError, match="module: got 1 with sync=False"):
+        training.step(square, ones(2))
+    training.module[1].sync = True
+    syncbn.set_group(training.module, timeout=3.0)
+    with pytest.raises(ValueError, match="module: got 1 with .*another group than"):
+        training.step(square, ones(2))
+    assert training.steps == 0
+    assert all(p.grad is None for p in training.parameters()) and before
 
 
 def test_parameters_may_be_frozen_between_steps_alone():
     model = small()
-    training, x = syncbn.Shares(model, 2), torch.ones(4, 2)
+    training = syncbn.Shares(model, 2)
     model[0].weight.requires_grad_(False)
-    training.backward([y.sum() for y in training(x)])
+    training.step(square, ones(2))
     assert model[0].weight.grad is None and model[0].bias.grad is not None
     model[0].weight.requires_grad_(True)
     with training.no_sync():
-        training.backward([y.sum() for y in training(x)])
+        training.step(square, ones(2))
     model[0].weight.requires_grad_(False)
     with pytest.raises(ValueError, match="module: got other parameters that are trained"):
-        training(x)
+        training.step(square, ones(2))
     model[0].weight.requires_grad_(True)
-    training.backward([y.sum() for y in training(input=x)])
+    training.step(square, ones(2))
     assert model[0].weight.grad is not None
 
 
-@pytest.mark.parametrize("register", ("register_hook", "register_post_accumulate_grad_hook"))
-def test_hooks_of_parameters_are_refused(register):
-    """They would be called for synchronized layers alone."""
-    training = syncbn.Shares(small(), 2)
-    handle = getattr(training.module[0].weight, register)(lambda p: None)
-    with pytest.raises(
-        ValueError, match="module: got a hook of the parameter '0.weight', expected"
-    ):
-        training(torch.ones(4, 2))
-    handle.remove()
-    training(torch.ones(4, 2))
+def test_a_parameter_written_later_is_refused():
+    """Frozen ones have no copies once nobody wrote to them in the first step."""
+    model = nn.Sequential(small(), nn.Linear(3, 3).requires_grad_(False))
+    training = syncbn.Shares(model, 2)
+    training.step(square, ones(2))
 
+    def follow(module, inputs):
+        with torch.no_grad():
+            module.weight.mul_(0.9)
 
-class Hidden(nn.Linear):
-    """Its output is nothing that Shares looks into."""
-
-    def forward(self, x):
-        return torch.distributions.Normal(super().forward(x), 1.0)
-
-
-def test_losses_of_what_is_hidden_in_outputs_are_refused():
-    training = syncbn.Shares(Hidden(2, 2), 2)
-    with pytest.raises(
-        ValueError, match="losses: got one that reaches parameters past the outputs"
-    ):
-        training.backward([y.mean.square().sum() for y in training(torch.ones(4, 2))])
-    assert all(p.grad is None for p in training.parameters())
-
-
-def test_a_forward_has_one_backward():
-    training = syncbn.Shares(small(), 2)
-    outputs = training(torch.ones(4, 2))
-    training.backward([y.sum() for y in outputs])
-    with pytest.raises(ValueError, match="losses: got one of a forward that had its backward"):
-        training.backward([y.sum() for y in outputs])
+    model[1].register_forward_pre_hook(follow)
+    with pytest.raises(ValueError, match="writes to the frozen parameter '1.weight' now"):
+        training.step(square, ones(2))
 
 
 def test_precision_of_float32_is_part_of_the_environment(monkeypatch):
@@ -271,22 +280,17 @@ def test_precision_of_float32_is_part_of_the_environment(monkeypatch):
     syncbn.Shares(small(), 2).load_state_dict(states[0])
 
 
-def test_a_backward_that_fails_leaves_no_gradients_exact():
-    def fail(gradient):
-        raise RuntimeError("of a hook")
-
+def test_a_step_that_fails_leaves_no_gradients_exact():
     found = []
     for failing in (False, True):
         torch.manual_seed(0)
-        model, x = small(), torch.arange(8.0).view(4, 2)
+        model, x = small(), torch.arange(8.0).view(4, 2).split(2)
         training = syncbn.Shares(model, 2)
         if failing:
-            outputs = training(x)
-            outputs[1].register_hook(fail)
-            with pytest.raises(RuntimeError, match="of a hook"):
-                training.backward([y.sum() for y in outputs])
-        training.backward([y.square().sum() for y in training(x)])
-        found.append(syncbn.fingerprint([p.grad for p in model.parameters()]))
+            with training.no_sync(), pytest.raises(KeyError, match="4.0"):
+                training.step(lambda m, b: {0: square(m, b)}[b[0, 0].item()], x)
+        value = training.step(square, x)
+        found.append(syncbn.fingerprint([p.grad for p in model.parameters()], value))
     assert found[0] == found[1]
 
 
@@ -294,33 +298,79 @@ def test_state_of_another_training_is_refused_and_nothing_is_loaded():
     training = syncbn.Shares(small(), 2, seed=1)
     before = syncbn.fingerprint(training)
     state = syncbn.Shares(small(), 2, seed=1).state_dict()
-    for name, value in (("shares", 3), ("seed", 2), ("PyTorch", "2.0.0")):
+    wrong = [("steps", value) for value in (-5, "7", 2.5, None)]
+    for name, value in (("shares", 3), ("seed", 2), ("PyTorch", "2.0.0"), *wrong):
         other = dict(state, _extra_state=dict(state["_extra_state"], **{name: value}))
-        with pytest.raises(ValueError, match=f"state_dict: got one of a training with {name}"):
+        with pytest.raises(ValueError, match=f"state_dict: .*{name}"):
             training.load_state_dict(other)
     assert syncbn.fingerprint(training) == before
     training.load_state_dict(state)
 
 
-def test_a_compiled_program_runs_shares_as_they_are_exact():
-    found = []
-    for around in (lambda run: run, functools.partial(torch.compile, backend="eager")):
-        torch.manual_seed(0)
-        training = syncbn.Shares(nn.Sequential(small(), nn.Dropout(0.5)), 2)
-        outputs = around(lambda x, training=training: training(x + 1))(torch.ones(4, 2))
-        training.backward([y.square().sum() for y in outputs])
-        found.append(syncbn.fingerprint([p.grad for p in training.parameters()], outputs))
-    assert found[0] == found[1]
-
-
 def test_evaluation_and_programs_own_random_numbers_are_as_without_shares():
-    training = syncbn.Shares(nn.Sequential(small(), nn.Dropout(0.5)), 2)
-    x = torch.randn(4, 2)
+    model = nn.Sequential(small(), nn.Dropout(0.5))
+    training = syncbn.Shares(model, 2)
     torch.manual_seed(7)
-    training(x)
+    random.seed(7)
+    np.random.seed(7)
+    training.step(square, ones(2))
     assert torch.equal(torch.randn(3), torch.randn(3, generator=torch.Generator().manual_seed(7)))
-    training.eval()
-    assert torch.equal(torch.cat(training(x)), training.module(x)) and training.steps == 1
+    assert random.random() == random.Random(7).random()
+    assert np.random.rand() == np.random.RandomState(7).rand()
+    model.eval()
+    with torch.no_grad():
+        model(torch.ones(4, 2))
+    assert training.steps == 1
+
+
+def test_numbers_are_means_over_all_shares():
+    training = syncbn.Shares(small(), 3)
+
+    def loss(model, batch):
+        return {"loss": square(model, batch), "index": batch[0, 0].long(), "half": 0.5}
+
+    batches = [torch.full((2, 2), float(i)) for i in (1, 2, 6)]
+    means = training.step(loss, batches)
+    assert means["index"] == 3 and means["half"] == 0.5 and list(means) == ["loss", "index", "half"]
+    alone = training.step(lambda model, batch: square(model, batch) * 0 + batch[0, 0], batches)
+    assert alone == 3 and alone.dtype == torch.float32 and alone.shape == ()
+
+
+def test_processes_of_another_number_are_refused(monkeypatch):
+    training = syncbn.Shares(small(), 2)
+    copied = pickle.loads(pickle.dumps(training))
+    assert syncbn.fingerprint(copied) == syncbn.fingerprint(copy.deepcopy(training))
+    copied.step(square, ones(2))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        copied.step(square, ones(2))  # one process still
+        with pytest.raises(ValueError, match="DistributedDataParallel around it, expected"):
+            nn.parallel.DistributedDataParallel(copied)
+        monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
+        with pytest.raises(ValueError, match="Shares: got 2 processes, expected 1 as where it was"):
+            training.step(square, ones(2))
+    finally:
+        dist.destroy_process_group()
+    monkeypatch.undo()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="Shares: got one process, though the environment has"):
+        syncbn.Shares(nn.Linear(2, 2), 2)
+
+
+def test_threads_are_set_and_said(caplog):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        syncbn.Shares(small(), 2)
+        assert torch.get_num_threads() == 1 and "Shares: 1 threads now, 2 before" in caplog.text
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Wrapper(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return args[0]
 
 
 def test_fingerprints():
@@ -339,31 +389,54 @@ def test_fingerprints():
     assert syncbn.fingerprint(x.conj(), x.conj().imag) == syncbn.fingerprint(
         torch.tensor([1 - 2j]), torch.tensor([-2.0])
     )
+    inside = nn.Sequential(model)
+    inside.module = nn.Linear(2, 2)  # no wrapper, though it has such an attribute
+    other = nn.Sequential(nn.Linear(2, 2))
+    other.module = inside.module
+    assert syncbn.fingerprint(inside) != syncbn.fingerprint(other)
+    sparse = torch.eye(2).to_sparse()
+    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+    for kind, tensor in (
+        ("sparse", sparse),
+        ("nested", nested),
+        ("meta", torch.ones(1).to("meta")),
+    ):
+        with pytest.raises(ValueError, match=f"objects: got a .*{kind}.* tensor, expected one"):
+            syncbn.fingerprint(tensor)
+    wrapper = torch.Tensor._make_wrapper_subclass(_Wrapper, (2,))
+    with pytest.raises(ValueError, match="objects: got a _Wrapper, which keeps its elements"):
+        syncbn.fingerprint(wrapper)
     with pytest.raises(ValueError, match="objects: got object, expected modules"):
         syncbn.fingerprint(object())
 
 
 def test_first_difference_of_two_records(tmp_path, capsys):
-    def written_as(name, *values):
-        lines = [[step, "bn", "forward", value] for step, value in enumerate(values)]
-        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    def written_as(name, *values, kind="forward", begin=()):
+        lines = [[step, kind, -1, 0, "bn", value] for step, value in enumerate(values)]
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in [*begin, *lines]))
         return str(tmp_path / name)
 
     a, other = written_as("a", "0", "1", "2"), written_as("other", "0", "7", "8")
     shorter = written_as("shorter", "0", "1")
+    threads = written_as("threads", "5", begin=[[0, "environment", -1, 0, "threads", "2"]])
+    less = written_as("less", "6", begin=[[0, "environment", -1, 0, "threads", "1"]])
     for files, code, text in (
         ((a, a), 0, "no difference"),
         ((a, other), 1, f"step 1, bn, forward: 1 in {a}, 7 in {other}"),
-        ((a, shorter), 1, f"{shorter} ends before step 2, bn, forward"),
-        ((shorter, a), 1, f"{shorter} ends before step 2, bn, forward"),
+        ((a, shorter), 1, f"{shorter} has no step 2, bn, forward"),
+        ((shorter, a), 1, f"{shorter} has no step 2, bn, forward"),
+        ((threads, less), 1, f"environment, threads: 2 in {threads}, 1 in {less}"),
     ):
         assert main(["diff", *files]) == code
         assert capsys.readouterr().out == f"{text}\n"
-    (tmp_path / "text").write_text("no record\n")
-    for name in ("text", "nowhere"):
+    damaged = ["no record\n", "[1, 2]\n", '{"a": 1}\n', '[0, "other", -1, 0, "bn", "1"]\n', "7\n"]
+    for text in (*damaged, '[0, "forward", -1, 0, "bn"\n', '[{}, "forward", [], 0, "bn", "1"]\n'):
+        (tmp_path / "text").write_text(text)
         with pytest.raises(SystemExit, match="2"):
-            main(["diff", a, str(tmp_path / name)])
+            main(["diff", a, str(tmp_path / "text")])
         assert "expected two files of syncbn.record" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["diff", a, str(tmp_path / "nowhere")])
 
 
 def test_records_change_no_bit_and_do_not_nest(tmp_path):
@@ -376,15 +449,70 @@ def test_records_change_no_bit_and_do_not_nest(tmp_path):
 
     assert gradients(True) == gradients(False)
     model = small()
-    with syncbn.record(model, tmp_path / "a"), pytest.raises(RuntimeError, match="record: got 1, "):
-        syncbn.record(model, tmp_path / "b").__enter__()
-    assert model[1].state.record is None
+    with syncbn.record(model, tmp_path / "a"), pytest.raises(RuntimeError, match="record: got a m"):
+        syncbn.record(syncbn.Shares(model, 1), tmp_path / "b").__enter__()
+    with syncbn.record(model, tmp_path / "a"):  # another one
+        pass
+
+
+def test_a_file_that_cannot_be_written_is_a_warning(tmp_path):
+    model = small()
+    with pytest.warns(UserWarning, match="syncbn.record: .*nothing is noted"):
+        with syncbn.record(model, tmp_path / "nowhere" / "a"):
+            model(torch.ones(2, 2).cumsum(0))
+    with pytest.warns(UserWarning, match="syncbn.record: .*the notes end here"):
+        with syncbn.record(model, "/dev/full"):
+            model(torch.ones(2, 2).cumsum(0))
+
+
+def test_an_optimizer_that_steps_another_is_noted_once(tmp_path):
+    class Outer(torch.optim.SGD):
+        def step(self, closure=None):
+            inner.step()
+            super().step()
+
+    model = nn.Linear(2, 2)
+    inner, outer = torch.optim.SGD(model.parameters()), Outer(model.parameters())
+    with syncbn.record(model, tmp_path / "a"):
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            outer.step()
+    lines = (tmp_path / "a").read_text().splitlines()
+    assert sum("gradient" in line for line in lines) == 2 * 2
+
+
+def test_where_a_gradient_lies_is_noted(tmp_path):
+    """Rows that are exchanged, and steps of one ulp that cancel each other."""
+    model = nn.Linear(2, 2, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    gradient = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    near = gradient.clone()
+    near.view(torch.int32)[0] += torch.tensor([1, -1], dtype=torch.int32)
+    for name, value in (("a", gradient), ("b", gradient.flip(0)), ("c", near)):
+        model.weight.grad = value.clone()
+        with syncbn.record(model, tmp_path / name):
+            optimizer.step()
+    for name in "bc":
+        text = recording.first_difference(tmp_path / "a", tmp_path / name)
+        assert text.startswith("step 0, weight, gradient: ")
+
+
+def test_prove_finds_what_differs_first(capfd):
+    program = str(Path(__file__).parent / "proved_program.py")
+    for fault, code, text in (
+        ("nothing", 0, "the same bits after 2 steps"),
+        ("module", 1, "the first difference: step 0, share 2, 1, forward: "),
+        ("data", 1, "the first difference: step 0, share 2, batch: "),
+    ):
+        assert main(["prove", "--processes", "1,2", "--steps", "2", program, fault]) == code
+        assert text in capfd.readouterr().out
+    assert main(["prove", "--steps", "0", program]) == 2
 
 
 def test_gradients_in_a_bucket_are_noted(tmp_path):
     """As DistributedDataParallel's, with gradient_as_bucket_view, which begin at any element."""
     model = nn.Linear(3, 3)
-    optimizer = torch.optim.SGD(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for name, start in (("a", 0), ("b", 1)):
         for p in model.parameters():
             p.grad = torch.arange(10.0)[start:][: p.numel()].view_as(p).sub_(start)

@@ -11,6 +11,7 @@ from support import PROJECT
 PIP = {
     "pip install torch numpy",
     "pip install .",
+    "pip install ./bindings/jax",
     "pip install --no-build-isolation --no-deps .",
 }
 

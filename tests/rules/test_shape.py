@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the exchange and the operators keep to: ranks have one verb, sum; an operator has few
+arguments, of which one holds the options of a layer."""
+
+import re
+from pathlib import Path
+
+PROJECT = Path(__file__).parents[2]
+MOST_ARGUMENTS = 12
+
+
+def sources(*folders: str) -> dict[str, str]:
+    suffixes = {".cpp", ".hpp", ".h", ".cu", ".cuh", ".py"}
+    paths = [p for folder in folders for p in (PROJECT / folder).rglob("*") if p.suffix in suffixes]
+    return {str(p.relative_to(PROJECT)): p.read_text(encoding="utf-8") for p in sorted(paths)}
+
+
+def test_ranks_have_one_verb():
+    """Making a group may gather its ranks' offers; an exchange of a step sums."""
+    gathers = re.compile(r"\b(?:all_gather|allgather|gather_words|ncclAllGather)\w*\(")
+    allowed = {"python/syncbn/exchange/connections.py"}
+    folders = ("include", "src", "bindings/torch", "bindings/libtorch", "python/syncbn/exchange")
+    found = {
+        path: match[0]
+        for path, text in sources(*folders, "python/syncbn/step").items()
+        if path not in allowed and (match := gathers.search(text))
+    }
+    assert not found
+
+
+def schemas() -> dict[str, list[str]]:
+    """The arguments of each operator in C++."""
+    found = {}
+    for text in sources("bindings/torch").values():
+        for call in re.findall(r"\bm\.def\(((?:\s*\"[^\"]*\")+)\)", text):
+            schema = "".join(re.findall(r'"([^"]*)"', call))
+            name, arguments = re.match(r"(\w+)\((.*?)\) -> ", schema).groups()
+            found[name] = [a for a in arguments.split(", ") if a]
+    return found
+
+
+def test_operators_have_few_arguments():
+    assert len(schemas()) > 15
+    long = {name: len(given) for name, given in schemas().items() if len(given) > MOST_ARGUMENTS}
+    assert not long
+
+
+def test_options_of_a_layer_are_one_argument():
+    """The form stands for them."""
+    of_steps = {name: given for name, given in schemas().items() if "Tensor form" in given}
+    assert len(of_steps) > 4
+    for name, arguments in of_steps.items():
+        assert not [a for a in arguments if re.match(r"(?:float|str)\b", a)], name
