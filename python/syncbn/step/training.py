@@ -19,6 +19,7 @@ from ..exchange.turn import Turn, ranged
 from ..operators import (
     COMES,
     DONE,
+    MESSAGE,
     OWN,
     WANTS_SHARE,
     WANTS_SUMS,
@@ -137,7 +138,9 @@ def forward(
     form, transport = state.form(options), transport_of(peers, x.device)
     running = mean, var, tracked, state.counters
     stops = form.in_place or form.gathers or (profiler._is_profiler_enabled and peers is not None)
-    way, given_to = transport.message_way if stops else transport.way, (form.constants, word)
+    way = transport.message_way if stops else transport.way
+    way = MESSAGE if form.gathers else way  # with_places makes the frame, for all ranks' records
+    given_to = form.constants, word
     begin = ranged(transport.begin, turn, "sums")
     begun = begin(turn, forward_begin, (*own, *running, *given_to), way)
     y, saved, bits, wanted, number, message, merged, status = begun

@@ -145,7 +145,7 @@ def own_shares(x, dy, split, layer) -> tuple:
     pairs = []
     for x_part, dy_part in zip(x.split(split), dy.split(split)):
         rank = Rank(x_part)
-        rank.saved = whole.saved
+        rank.saved, rank.bits = whole.saved, whole.bits
         rank.begin_backward(dy_part, dtypes=(layer.weight.dtype,) * 2, share=True, way=OWN)
         pairs.append(rank.finish_backward(None)[1:])
     return tuple(zip(*pairs))

@@ -35,7 +35,7 @@ def ways(monkeypatch):
         taken.append("host")
         raise syncbn.PeerLost("nobody is there")
 
-    monkeypatch.setattr(InStream, "reject", in_stream_order)
+    monkeypatch.setattr(InStream, "refuse", in_stream_order)
     monkeypatch.setattr(Gloo, "sum_first", through_the_host)
     monkeypatch.setattr(failing, "begin", lambda function: function())
     monkeypatch.setattr(operators, "_cuda_loaded", True)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import syncbn
-from syncbn.exchange import callers, failing, groups, host
+from syncbn.exchange import callers, failing, groups, host, turn
 from syncbn.exchange.call import Peers
 
 LISTED = "expected one that torch.distributed's init_process_group or new_group made"
@@ -245,11 +245,11 @@ def test_a_refusal_over_nccl_goes_by_the_device_that_the_group_is_bound_to(one_r
     monkeypatch.setitem(dist.distributed_c10d._world.pg_backend_config, group, "cuda:nccl2")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     peers = Peers("", 2, 0, 1.0, cuda=group.group_name)
-    assert host._device_of_others(peers, None, None, None) == torch.device("cuda", 0)
+    assert turn._device_of_others(peers, None, None, None) == torch.device("cuda", 0)
     bound = group.bound_device_id
     group.bound_device_id = torch.device("cuda", 3)
     try:
-        assert host._device_of_others(peers, None, None, None) == torch.device("cuda", 3)
+        assert turn._device_of_others(peers, None, None, None) == torch.device("cuda", 3)
     finally:
         group.bound_device_id = bound
 
