@@ -137,6 +137,8 @@ def _quick(x, running, weight, bias, residual, mask, options, state) -> Tensor:
     if not (
         type(weight) in _PLAIN
         and type(bias) in _PLAIN
+        and type(running[0]) in _PLAIN
+        and type(running[1]) in _PLAIN
         and (batches is None or (type(batches) is Tensor and batches.dtype is torch.int64))
         and (x.is_cpu if state.call is None else state.call.device == x.device)
         and (residual is None or _is_like(residual, x))
