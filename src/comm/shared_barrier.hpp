@@ -27,8 +27,9 @@ struct alignas(64) RankArea {
   std::atomic<std::uint64_t> arrived;  ///< number of the barrier that it has reached
   struct {
     std::atomic<std::uint64_t> bytes;
-    std::atomic<std::uint64_t> end;      ///< of what its slot holds
-    std::atomic<std::uint64_t> refused;  ///< 1: in place of a message the slot holds why there is none
+    std::atomic<std::uint64_t> end;  ///< of what its slot holds
+    std::atomic<std::uint64_t>
+        refused;  ///< 1: in place of a message the slot holds why there is none
     /// Before `arrived`, which others look at first.
     void set(std::uint64_t of_bytes, std::uint64_t to, std::uint64_t is_refused) {
       bytes.store(of_bytes, std::memory_order_relaxed);

@@ -289,9 +289,8 @@ inline Lines threads(const Group& gloo) {
   const auto [all_y, all_dx] = step(SyncBatchNormOptions(3), samples());
   Lines lines{at::equal(at::cat(y), all_y) ? "same output" : "another one"};
   lines.push_back(at::equal(at::cat(dx), all_dx) ? "same gradient" : "another one");
-  lines.push_back(outcome([&] {
-    step(SyncBatchNormOptions(3).communicator(end(0)).process_group(gloo), samples());
-  }));
+  lines.push_back(outcome(
+      [&] { step(SyncBatchNormOptions(3).communicator(end(0)).process_group(gloo), samples()); }));
   std::vector<std::int64_t> words = {1};
   lines.push_back(outcome([&] { group.rank(1).all_reduce_sum(words); }));
   return lines;

@@ -27,6 +27,7 @@ PLANES = {2: (), 3: (17,), 4: (5, 7), 5: (3, 4, 3)}  # by the number of axes
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 LAYOUTS = ("contiguous", "channels-last", "gaps", "slice", "channels-last slice")
 STEPS = 2
+AFTERWARDS = "; call reset on every rank, or make a new group if a rank has ended"
 PER_SAMPLE = ("x", "dy", "evaluate")
 #: Samples of each rank; 0 ranks: no process group.
 SPLITS = {0: (7,), 1: (7,), 2: (3, 4), 3: (5, 0, 2)}
@@ -284,7 +285,7 @@ def test_a_rank_that_does_not_come_is_named(errors):
         who, other = f"rank {rank} of 3", f"rank {1 - rank}: {at()}"
         assert lines(errors, "missing", rank) == [
             f"ExchangeTimeout: {at()}: {who}: {late}; {other}",
-            f"PeerLost: {at(call=1)}: {who}: the group is broken: {late}; {other}",
+            f"PeerLost: {at(call=1)}: {who}: the group is broken: {late}; {other}{AFTERWARDS}",
         ]
     (told,) = lines(errors, "missing", 2)
     assert told.startswith(
@@ -344,7 +345,7 @@ def test_communicator_over_a_process_group(errors):
             "sums",
             f"DivergenceError: {differ}",
             ("ok", f"PeerLost: rank 1 of 2: {left}")[rank],
-            f"PeerLost: rank {rank} of 2: the group is broken: {left}",
+            f"PeerLost: rank {rank} of 2: the group is broken: {left}{AFTERWARDS}",
             "InvalidArgument: process_group: got none, expected a group",
             "InvalidArgument: timeout: got 0 ms, expected at least 1 ms",
             "InvalidArgument: process_group: got one without a backend for CPU tensors, expected "

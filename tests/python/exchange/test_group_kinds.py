@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import syncbn
-from syncbn.exchange import callers, failing, groups, host, turn
+from syncbn.exchange import callers, failing, groups, turn
 from syncbn.exchange.call import Peers
 
 LISTED = "expected one that torch.distributed's init_process_group or new_group made"
