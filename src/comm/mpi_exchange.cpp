@@ -42,14 +42,17 @@ MpiExchange::MpiExchange(MPI_Comm comm, std::vector<int> numbers, int group_size
 MpiExchange::~MpiExchange() {
   int finalized = 0;
   MPI_Finalized(&finalized);
+  bool free = false;
   if (finalized == 0 && !is_broken()) {
     try {
       settle();
       forget_sent();
-    } catch (const Error&) {  // the group is broken
+      free = !is_broken() && sent_->empty();
+    } catch (const Error&) {
+      free = false;
     }
   }
-  if (finalized == 0 && !is_broken() && sent_->empty()) {
+  if (free) {
     MPI_Comm_free(&comm_);
   } else {
     [[maybe_unused]] const auto* kept = sent_.release();
