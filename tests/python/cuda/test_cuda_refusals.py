@@ -42,7 +42,7 @@ def ways(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(callers, "is_nccl_alone", lambda name: False)
     # Not as where shapes alone are wanted. Counters would not follow to a device without memory.
-    monkeypatch.setattr(autograd, "_is_fake", lambda x, parameter: False)
+    monkeypatch.setattr(autograd, "is_fake", lambda x, parameter: False)
     for module in (autograd, devices):
         monkeypatch.setattr(module, "check_plain", lambda alone, **tensors: None)
     monkeypatch.setattr(LayerState, "move", lambda self, device: None)
@@ -126,7 +126,7 @@ def test_message_of_unknown_length_is_not_sent(monkeypatch):
     derivative: they wait for NCCL, this rank raises at once. A message of another length than
     theirs might mix up their sums."""
     sent = []
-    monkeypatch.setattr(InStream, "exchange", lambda *a: sent.append(a))
+    monkeypatch.setattr(InStream, "_add", lambda *a: sent.append(a))
     call, way = Call("layer", options=Options()), InStream(PEERS, torch.device("cpu"))
     error = ValueError("refused")
     for x, parameter in (
