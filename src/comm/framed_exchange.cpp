@@ -13,10 +13,10 @@
 #include <utility>
 #include <vector>
 
-#include "checks.hpp"
 #include "comm/failure.hpp"
 #include "comm/rank_texts.hpp"
 #include "syncbn/error.hpp"
+#include "tensors/checks.hpp"
 
 namespace syncbn {
 namespace {

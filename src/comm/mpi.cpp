@@ -5,7 +5,6 @@
 #include <utility>
 #include <vector>
 
-#include "checks.hpp"
 #include "comm/mpi_exchange.hpp"
 #include "comm/mpi_nodes.hpp"
 #include "comm/rank_texts.hpp"
@@ -13,6 +12,7 @@
 #include "syncbn/mpi.hpp"
 #include "syncbn/options.hpp"
 #include "syncbn/shared_memory.hpp"
+#include "tensors/checks.hpp"
 
 namespace syncbn {
 namespace {

@@ -9,12 +9,12 @@
 #include <exception>
 #include <optional>
 
-#include "checks.hpp"
 #include "comm/pause.hpp"
 #include "comm/rank_texts.hpp"
 #include "cuda/check.hpp"
 #include "syncbn/error.hpp"
 #include "syncbn/options.hpp"
+#include "tensors/checks.hpp"
 
 namespace syncbn::cuda {
 namespace {

@@ -2,8 +2,8 @@
 #include <array>
 #include <vector>
 
+#include "comm/group_link.hpp"
 #include "comm/rank_texts.hpp"
-#include "group_link.hpp"
 #include "step/device.hpp"
 #include "syncbn/cuda_communicator.hpp"
 #include "syncbn/error.hpp"

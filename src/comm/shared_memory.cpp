@@ -10,10 +10,10 @@
 #include <utility>
 #include <vector>
 
-#include "checks.hpp"
 #include "comm/shared_segment.hpp"
 #include "comm/slot_exchange.hpp"
 #include "syncbn/error.hpp"
+#include "tensors/checks.hpp"
 
 namespace syncbn {
 

@@ -5,9 +5,9 @@
 #include <cstring>
 #include <utility>
 
-#include "checks.hpp"
 #include "comm/rank_texts.hpp"
 #include "syncbn/error.hpp"
+#include "tensors/checks.hpp"
 
 namespace syncbn {
 namespace {

@@ -9,10 +9,10 @@
 #include <utility>
 #include <vector>
 
-#include "checks.hpp"
 #include "comm/slot_exchange.hpp"
 #include "syncbn/communicator.hpp"
 #include "syncbn/error.hpp"
+#include "tensors/checks.hpp"
 
 // Threads exchange as processes of a node do, through memory of their own process.
 namespace syncbn {

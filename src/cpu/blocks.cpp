@@ -6,7 +6,7 @@
 #include <optional>
 #include <utility>
 
-#include "cpu/scratch.hpp"
+#include "tensors/scratch.hpp"
 
 // Sums and the element-wise pass of one direction in turns, block of channels by block.
 namespace syncbn::cpu {

@@ -3,10 +3,10 @@
 
 #include <cstdint>
 
-#include "sample_view.hpp"
 #include "syncbn/executor.hpp"
 #include "syncbn/options.hpp"
 #include "syncbn/tensor.hpp"
+#include "tensors/sample_view.hpp"
 
 // The passes on CPU. Arguments have been checked; tensors are not empty. The view of x (of u in
 // evaluation_input_gradient) says which elements count.

@@ -2,9 +2,9 @@
 #include "cpu/blocks.hpp"
 #include "cpu/cpu_passes.hpp"
 #include "cpu/finalize.hpp"
-#include "cpu/scratch.hpp"
 #include "cpu/sums.hpp"
 #include "statistics/dtype.hpp"
+#include "tensors/scratch.hpp"
 
 // Sums, what becomes of them, and the element-wise pass: on one rank, where statistics come
 // straight from the windows that hold the sums, and in a group, where they come from words of all

@@ -3,9 +3,9 @@
 
 #include <algorithm>
 
-#include "channel_values.hpp"
 #include "cpu/kernels.hpp"
 #include "statistics/dtype.hpp"
+#include "tensors/channel_values.hpp"
 
 // Vector code rounds the channels whose rounding it can be certain of, integers the others.
 namespace syncbn::cpu {

@@ -6,8 +6,8 @@
 #include "cpu/windows.hpp"
 #include "syncbn/tensor.hpp"
 
-// The vector kernels of one instruction set. Each level_*.cpp compiles the same passes
-// (level_passes.hpp) with its own flags and exports one table; dispatch.cpp chooses at run time.
+// The vector kernels of one instruction set. Each source of vector/ compiles the same passes
+// (vector/passes.hpp) with its own flags and exports one table; dispatch.cpp chooses at run time.
 // Types: float16, bfloat16 and float32. Everything else is the reference's work.
 namespace syncbn::cpu {
 
@@ -112,7 +112,6 @@ struct ElementsTask {
   NextRead next;  ///< piecemeal: asked for while stores go to memory, if not null
 };
 inline constexpr std::int64_t kElementBlock = 16384;
-inline constexpr std::int64_t kCacheLine = 64;
 /// Runs of fewer bytes end in the middle of a cache line too often for non-temporal stores.
 inline constexpr std::int64_t kStreamRun = 8192;
 

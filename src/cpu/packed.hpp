@@ -3,10 +3,10 @@
 
 #include <cstdint>
 
-#include "activation_mask.hpp"
 #include "cpu/cpu_passes.hpp"
 #include "cpu/kernels.hpp"
-#include "cpu/scratch.hpp"
+#include "tensors/activation_mask.hpp"
+#include "tensors/scratch.hpp"
 
 // Arguments of the passes in the form that the vector kernels take.
 namespace syncbn::cpu {

@@ -4,13 +4,13 @@
 #include <cmath>
 #include <optional>
 
-#include "activation_mask.hpp"
 #include "cpu/cpu_passes.hpp"
 #include "statistics/dtype.hpp"
 #include "statistics/elements.hpp"
 #include "statistics/finalize.hpp"
 #include "statistics/lanes.hpp"
 #include "statistics/slots.hpp"
+#include "tensors/activation_mask.hpp"
 
 // docs/numerics.md as plain loops, one element at a time.
 namespace syncbn::cpu::reference {

@@ -4,9 +4,9 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cpu/scratch.hpp"
 #include "statistics/format.hpp"
 #include "statistics/scalar.hpp"
+#include "tensors/scratch.hpp"
 
 // The fast passes' exact accumulators: per channel and sum a window of two int64 limbs in fixed
 // point, filled by adding magic numbers, with radix-2^32 slots behind it for whatever does not fit.

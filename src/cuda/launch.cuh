@@ -7,13 +7,13 @@
 #include <initializer_list>
 #include <string>
 
-#include "checks.hpp"
 #include "cuda/device/primitives.cuh"
 #include "cuda/passes.hpp"
 #include "cuda/views.cuh"
 #include "cuda/window.cuh"
-#include "sample_view.hpp"
 #include "syncbn/error.hpp"
+#include "tensors/checks.hpp"
+#include "tensors/sample_view.hpp"
 
 // The host's side of a launch: views for kernels, sizes of grids, errors.
 namespace syncbn::cuda {

@@ -9,7 +9,7 @@
 #include "statistics/dtype.hpp"
 #include "statistics/elements.hpp"
 
-// 2-D input, where every element is a partial, as src/cpu/level_single_rows.hpp has it: elements
+// 2-D input, where every element is a partial, as src/cpu/vector/single_rows.hpp has it: elements
 // are added in floating point to accumulators that begin at magic numbers, 1.5 * 2^52 units each.
 // That is exact while all of them are multiples of the accumulator's unit and small enough for the
 // sum to stay in the magic number's binade.

@@ -3,13 +3,13 @@
 
 #include <cstdint>
 
-#include "activation_mask.hpp"
 #include "cuda/device/primitives.cuh"
 #include "cuda/divisor.cuh"
-#include "sample_view.hpp"
 #include "statistics/dtype.hpp"
 #include "statistics/elements.hpp"
 #include "step/passes.hpp"
+#include "tensors/activation_mask.hpp"
+#include "tensors/sample_view.hpp"
 
 // What kernels are given: tensors, per-channel arrays and the activation, by value.
 namespace syncbn::cuda {

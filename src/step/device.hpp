@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "step/passes.hpp"
+#include "syncbn/error.hpp"
 #include "syncbn/executor.hpp"
 #include "syncbn/step.hpp"
 #include "syncbn/tensor.hpp"
@@ -62,6 +63,15 @@ const DevicePasses& cuda_passes();
 
 inline const DevicePasses& passes_of(Device device) {
   return device == Device::kCpu ? cpu_passes() : cuda_passes();
+}
+
+/// Of what takes tensors on the CPU alone.
+inline void check_on_cpu(Device device) {
+  if (device != Device::kCpu) {
+    cuda_passes();
+    throw InvalidArgument(
+        "device: got a CUDA tensor, expected one on CPU; CUDA tensors go to syncbn/batch_norm.hpp");
+  }
 }
 
 }  // namespace syncbn

@@ -4,12 +4,12 @@
 #include <cstdint>
 #include <new>
 
-#include "channel_values.hpp"
-#include "checks.hpp"
-#include "cpu/float_environment.hpp"
 #include "statistics/finalize.hpp"
+#include "statistics/float_environment.hpp"
 #include "statistics/header.hpp"
 #include "step/device.hpp"
+#include "tensors/channel_values.hpp"
+#include "tensors/checks.hpp"
 
 namespace syncbn {
 namespace {

@@ -6,13 +6,13 @@
 #include <limits>
 #include <optional>
 
-#include "channel_values.hpp"
-#include "checks.hpp"
 #include "cpu/cpu_passes.hpp"
 #include "cpu/finalize.hpp"
-#include "cpu/float_environment.hpp"
-#include "sample_view.hpp"
+#include "statistics/float_environment.hpp"
 #include "step/passes.hpp"
+#include "tensors/channel_values.hpp"
+#include "tensors/checks.hpp"
+#include "tensors/sample_view.hpp"
 
 // Arguments of the CPU's passes: checks, and the backend's form of them.
 namespace syncbn {

@@ -5,12 +5,12 @@
 #include <optional>
 #include <string>
 
-#include "activation_mask.hpp"
-#include "channel_values.hpp"
 #include "cpu/finalize.hpp"
 #include "statistics/header.hpp"
 #include "step/pass_arguments.hpp"
 #include "syncbn/error.hpp"
+#include "tensors/activation_mask.hpp"
+#include "tensors/channel_values.hpp"
 
 // Checks of arguments; the arithmetic is elsewhere.
 namespace syncbn {

@@ -3,8 +3,8 @@
 
 #include <string>
 
-#include "checks.hpp"
 #include "step/device.hpp"
+#include "tensors/checks.hpp"
 
 // The order of a direction, for both devices; the arithmetic is in the passes.
 namespace syncbn {

@@ -2,14 +2,14 @@
 #include <algorithm>
 #include <limits>
 
-#include "checks.hpp"
 #include "cpu/cpu_passes.hpp"
-#include "cpu/float_environment.hpp"
-#include "sample_view.hpp"
 #include "statistics/finalize.hpp"
+#include "statistics/float_environment.hpp"
 #include "statistics/header.hpp"
 #include "statistics/welford.hpp"
 #include "step/passes.hpp"
+#include "tensors/checks.hpp"
+#include "tensors/sample_view.hpp"
 
 // Argument checks of the welford mode's passes, and the merge of ranks.
 namespace syncbn {

@@ -11,10 +11,10 @@
 #include <utility>
 #include <vector>
 
-#include "channel_values.hpp"
 #include "cpu/finalize.hpp"
 #include "one_rank.hpp"
 #include "statistics/header.hpp"
+#include "tensors/channel_values.hpp"
 
 // Directions in blocks of channels: the bits of one pass after the other.
 namespace syncbn::testing {

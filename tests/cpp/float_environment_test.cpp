@@ -12,9 +12,9 @@
 #include <string>
 #include <vector>
 
-#include "cpu/float_environment.hpp"
 #include "placed_rank.hpp"
 #include "properties.hpp"
+#include "statistics/float_environment.hpp"
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
 

@@ -6,7 +6,6 @@
 #include <string>
 #include <vector>
 
-#include "channel_values.hpp"
 #include "cpu/cpu_passes.hpp"
 #include "cpu/finalize.hpp"
 #include "cpu/kernels.hpp"
@@ -17,6 +16,7 @@
 #include "step/passes.hpp"
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
+#include "tensors/channel_values.hpp"
 
 // A dtype and an activation that nobody knows: each place that depends on them refuses them, and
 // takes them for no other one. What happens to an enumeration that grows: tests/rules.
@@ -27,7 +27,9 @@ constexpr auto kMadeUpDtype = static_cast<DType>(kDtypeCount);
 constexpr auto kMadeUpActivation = static_cast<ActivationKind>(kActivationCount);
 
 template <class T>
-concept HasTraits = requires { ElementTraits<T>::kFraction; };
+concept HasTraits = requires {
+  ElementTraits<T>::kFraction;
+};
 static_assert(HasTraits<Half> && HasTraits<double> && !HasTraits<int>);
 
 void expect_refused(const char* what, const std::vector<std::function<void()>>& places) {

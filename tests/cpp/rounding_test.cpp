@@ -7,10 +7,10 @@
 #include <vector>
 
 #include "cpu/finalize.hpp"
-#include "cpu/float_environment.hpp"
 #include "cpu/kernels.hpp"
 #include "statistics/dtype.hpp"
 #include "statistics/finalize.hpp"
+#include "statistics/float_environment.hpp"
 #include "support.hpp"
 #include "wide_integer.hpp"
 

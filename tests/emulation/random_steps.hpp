@@ -10,18 +10,18 @@
 #include <string>
 #include <vector>
 
-#include "activation_mask.hpp"
 #include "cuda/passes.hpp"
 #include "emulator.hpp"
 #include "on_cuda.hpp"
 #include "one_rank.hpp"
 #include "properties.hpp"
-#include "sample_view.hpp"
 #include "statistics/dtype.hpp"
 #include "statistics/header.hpp"
 #include "step/passes.hpp"
 #include "support.hpp"
 #include "syncbn/executor.hpp"
+#include "tensors/activation_mask.hpp"
+#include "tensors/sample_view.hpp"
 
 // Random steps, bit for bit, against the plain loops on CPU, which the oracle has decided. Each
 // result is computed by two launch configurations whose threads run in different orders.

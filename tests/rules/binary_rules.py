@@ -26,9 +26,9 @@ def levels(args: argparse.Namespace) -> list[str]:
 
     The linker keeps one copy of a weak symbol for all: an AVX-512 std::min would crash elsewhere.
     """
-    objects = [path for path in args.objects if Path(path).name.startswith("level_")]
+    objects = [path for path in args.objects if "/cpu/vector/" in path]
     if not objects:
-        return ["no object of a src/cpu/level_*.cpp"]
+        return ["no object of src/cpu/vector/"]
     weak = {
         f"{Path(path).name}: weak symbol {name}"
         for path in objects

@@ -29,14 +29,14 @@ CASES = [
             "dtype.hpp: kMadeUp",
             "header.hpp: ",
             "checks.cpp: ",
-            "c_api_arguments.hpp: ",
+            "arguments.hpp: ",
         },
     ),
     ("options.hpp", {"kLeakyRelu }": "kLeakyRelu, kMadeUp }"}, {"activation.hpp: kMadeUp"}),
     (
         "options.hpp",
         {"kLeakyRelu }": "kLeakyRelu, kMadeUp }", "kActivationCount = 3": "kActivationCount = 4"},
-        {"activation.hpp: kMadeUp", "checks.cpp: ", "c_api_arguments.hpp: "},
+        {"activation.hpp: kMadeUp", "checks.cpp: ", "arguments.hpp: "},
     ),
 ]
 ERROR = re.compile(r"([^/\s]+):\d+:\d+: error: (.*)")
@@ -55,7 +55,7 @@ def stops(compiler: str, project: Path, header: str, changes: dict[str, str]) ->
         overlay.mkdir()
         (overlay / header).write_text(text, encoding="utf-8")
         found = set()
-        for source in ("checks.cpp", "c_api.cpp"):
+        for source in ("tensors/checks.cpp", "c_api/c_api.cpp"):
             command = [compiler, "-std=c++20", "-fsyntax-only", "-Werror=switch", f"-I{folder}"]
             command += [f"-I{project}/include", f"-I{project}/src", f"{project}/src/{source}"]
             done = subprocess.run(command, capture_output=True, text=True)

@@ -7,12 +7,27 @@ from pathlib import Path
 
 PROJECT = Path(__file__).parents[2]
 MOST_ARGUMENTS = 12
+#: The folders of src/, from the bottom up: none includes a header of one above it.
+ROOMS = ("statistics", "tensors", "cpu", "step", "cuda", "comm", "layer", "c_api")
 
 
 def sources(*folders: str) -> dict[str, str]:
     suffixes = {".cpp", ".hpp", ".h", ".cu", ".cuh", ".py"}
     paths = [p for folder in folders for p in (PROJECT / folder).rglob("*") if p.suffix in suffixes]
     return {str(p.relative_to(PROJECT)): p.read_text(encoding="utf-8") for p in sorted(paths)}
+
+
+def test_no_include_goes_up():
+    sources_of = {room: sources(f"src/{room}") for room in ROOMS}
+    assert sum(map(len, sources_of.values())) == len(sources("src"))
+    up = [
+        f"{path} includes {room}/"
+        for own, found in sources_of.items()
+        for path, text in found.items()
+        for room in re.findall(r'#include "(\w+)/', text)
+        if room in ROOMS and ROOMS.index(room) > ROOMS.index(own)
+    ]
+    assert not up
 
 
 def test_ranks_have_one_verb():

@@ -38,7 +38,7 @@ _CPP_WORDS = {
     "rank_texts.hpp": r"\breturn\b",
     "torch_autograd.hpp": r"\btext =",
     "torch_process_group.hpp": r"\b(?:why|text) \+?=",
-    "c_api_groups.cpp": r"\breason =",
+    "groups.cpp": r"\breason =",
 }
 _CPP_SKIPPED = re.compile(r"//[^\n]*|^[ \t]*#[ \t]*include[^\n]*", re.M)
 _LITERAL = r'"((?:\\.|[^"\\\n])*)"'

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <arm_neon.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cpu/kernels.hpp"
+#include "cpu/windows.hpp"
+#include "statistics/dtype.hpp"
+#include "statistics/finalize.hpp"
+
+namespace syncbn::cpu {
+namespace {
+
+#include "cpu/vector/simd_neon.hpp"
+// The passes need the vector type above.
+#include "cpu/vector/passes.hpp"
+
+constexpr Kernels kKernels = kernels_named("neon");
+
+}  // namespace
+
+const Kernels* const kNeonKernels = &kKernels;
+
+}  // namespace syncbn::cpu
