@@ -66,7 +66,7 @@ def unwrapped(name: str) -> str:
 
 
 def inner(module: nn.Module) -> nn.Module:
-    """What it wraps, if it is a wrapper; a model may have an attribute of such a name itself."""
+    """Gives what a wrapper wraps; a model may have an attribute of such a name itself."""
     for kind in type(module).__mro__:
         if attribute := _WRAPPED_BY.get(f"{kind.__module__}.{kind.__qualname__}"):
             return inner(getattr(module, attribute))

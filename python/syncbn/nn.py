@@ -42,7 +42,7 @@ torch.fx.wrap("train_step")
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """Batch normalization over the batches of all ranks of a process group.
+    """A batch norm layer over the batches of all ranks of a process group.
 
     A drop-in for torch.nn.SyncBatchNorm. It has the same arguments in the same order, the same
     defaults, and the state_dict of torch.nn.BatchNorm*d. It also works on CPU, with uneven and

@@ -85,7 +85,7 @@ def saved_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def info_of(saved: torch.Tensor) -> torch.Tensor:
-    """Count and fingerprint, int64 [2], of what a forward saved."""
+    """Gives count and fingerprint, int64 [2], of what a forward saved."""
     return saved[-2:].view(torch.int64)
 
 
@@ -109,7 +109,7 @@ _cuda_loaded = False
 
 
 def why_not_cuda() -> str | None:
-    """Why the operators on CUDA cannot be used; None if they can."""
+    """Says why the operators on CUDA cannot be used; None if they can."""
     if _build.cuda_version is None:
         return "this build has no CUDA library"
     if not torch.backends.cuda.is_built():

@@ -27,9 +27,7 @@ constexpr auto kMadeUpDtype = static_cast<DType>(kDtypeCount);
 constexpr auto kMadeUpActivation = static_cast<ActivationKind>(kActivationCount);
 
 template <class T>
-concept HasTraits = requires {
-  ElementTraits<T>::kFraction;
-};
+concept HasTraits = requires { ElementTraits<T>::kFraction; };
 static_assert(HasTraits<Half> && HasTraits<double> && !HasTraits<int>);
 
 void expect_refused(const char* what, const std::vector<std::function<void()>>& places) {

@@ -34,7 +34,7 @@ class Peers(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call of a layer, as error texts name it."""
+    """A call of a layer, as error texts name it."""
 
     layer: str
     number: int | None = None
@@ -73,7 +73,7 @@ class Call(NamedTuple):
 
 
 class Said(NamedTuple):
-    """What ranks must say alike in an exchange that is of no layer, in the place of its options."""
+    """The facts that ranks must say alike in an exchange of no layer, in place of options."""
 
     fields: Mapping[str, object]
 
@@ -104,7 +104,7 @@ _NO_MEMORY = re.compile(r"DefaultCPUAllocator: .* allocate (\d+) bytes")
 
 
 class Busy(RuntimeError):
-    """Another thread of this rank exchanges in the group."""
+    """Says that another thread of this rank exchanges in the group."""
 
 
 def lacks_memory(error: BaseException) -> bool:

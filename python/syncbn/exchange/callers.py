@@ -185,8 +185,8 @@ def exists(name: str) -> bool:
 
 @functools.cache
 def _label(name: str, cuda: str) -> str:
-    """new_group counts or hashes alike on all ranks. Where NCCL splits a group, the hash has this
-    rank's number of groups in it."""
+    """Gives the name if all ranks have it: new_group counts or hashes alike on all of them. Where
+    NCCL splits a group, the hash has this rank's number of groups in it."""
     return name if re.fullmatch(r"\d+" if cuda else r"\d+|[0-9a-f]{40}", name) else ""
 
 

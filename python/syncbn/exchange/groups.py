@@ -33,7 +33,8 @@ _own_groups: dict[Key, Peers] = {}
 
 
 class _Usual(NamedTuple):
-    """Whom training calls found, while the caller's group is the same object, of as many ranks."""
+    """The ranks that training calls found, while the caller's group is the same object, of as many
+    ranks."""
 
     group: "weakref.ref[dist.ProcessGroup]"
     size: int

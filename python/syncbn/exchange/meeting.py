@@ -112,7 +112,7 @@ def _refusal(kind: type[Exception], text: str) -> str:
 
 
 class _Attempt:
-    """One attempt of these ranks to meet. The key "now" has the token of the last round, that of
+    """An attempt of these ranks to meet. The key "now" has the token of the last round, that of
     the round before to which all came, and when the last round is over its verdict."""
 
     def __init__(

@@ -35,7 +35,7 @@ def ranged(function: Callable[..., Any], turn: "Turn", part: str) -> Callable[..
 
 
 class Turn:
-    """One direction of a layer on this rank. An error that leaves it reaches the other ranks. Until
+    """A direction of a layer on this rank. An error that leaves it reaches the other ranks. Until
     this rank has sent its message they get it in the exchange, as a refusal, and the group goes on.
     After that this rank abandons the group, unless the error is one that all ranks have.
 

@@ -30,7 +30,7 @@ _Layer = TypeVar("_Layer", bound=nn.Module)
 
 
 class Conversion(NamedTuple):
-    """How layers of a registered class are converted, and back."""
+    """The two ways of layers of a registered class: converted, and back."""
 
     make: Callable[..., nn.Module]
     revert: Callable[[nn.Module], nn.Module] | None

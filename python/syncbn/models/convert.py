@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """From plain batch norm layers to synchronized ones, and back."""
 
-import copy
 import datetime
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -28,6 +26,7 @@ from ..step.options import (
 )
 from ..step.surroundings import has_no_values
 from . import classes
+from .replacing import Undo, replace
 from .sharing import prepare
 
 # Attributes that SyncBatchNorm has and a plain layer has not.
@@ -38,54 +37,6 @@ _OWN_ATTRIBUTES = (
     "_original_activation",
     "_replaced_class",
 )
-
-
-def _replace(
-    module: nn.Module, path: str, make: Callable[[nn.Module, str], nn.Module | None], done: dict
-) -> Any:
-    """Depth first; a module that occurs twice is replaced by one and the same module."""
-    if id(module) in done:
-        return done[id(module)][1]
-    result = make(module, path) or module
-    done[id(module)] = module, result  # holds the module, so that nothing else gets its id
-    if result is not module:  # what is in it is make's choice
-        return result
-    for name, child in list(module._modules.items()):  # named_children skips second mentions
-        if child is None:
-            continue
-        changed = _replace(child, f"{path}.{name}" if path else name, make, done)
-        if changed is not child:
-            setattr(module, name, changed)
-    return module
-
-
-class _Undo:
-    """What the modules of a tree are, to make them so again. Containers are remembered by their
-    contents, because they stay the same objects."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._before = []
-        for m in module.modules():
-            if isinstance(m, torch.jit.ScriptModule):  # nothing in it is converted
-                continue
-            contents = {v: copy.copy(vars(m)[v]) for v in _CONTAINERS}
-            self._before.append((m, m.__class__, dict(vars(m)), contents))
-
-    def rebind(self) -> None:
-        """Binds anew the methods on modules of layers that are of another class now."""
-        classes.rebind([(m, cls) for m, cls, *_ in self._before])
-
-    def __call__(self) -> None:
-        for module, cls, attributes, contents in self._before:
-            module.__class__ = cls
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            for name, content in contents.items():
-                attributes[name].clear()
-                attributes[name].update(content)
-
-
-_CONTAINERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
 def _taken(layer: nn.Module, original: type[nn.Module]) -> set[str]:
@@ -136,6 +87,88 @@ def _warn_of(left: list[tuple[str, nn.Module]]) -> None:
         "convert_sync_batchnorm left these layers as they are, because their classes are not those "
         f"of torch.nn and may compute something else:{lines}\n"
         "syncbn.register_conversion says how to convert a class, or that it is to be left.",
+        stacklevel=3,
+    )
+
+
+class _Conversion(NamedTuple):
+    """A conversion, as it is asked for. asked: fields of the sharing of layers that have one."""
+
+    sharing: callers.Sharing
+    asked: dict[str, Any]
+    options: dict[str, Any]
+
+    def synchronize(
+        self, path: str, layer: nn.Module, cls: type[SyncBatchNorm] = SyncBatchNorm, **own: Any
+    ) -> SyncBatchNorm:
+        """Gives a layer a class that synchronizes, and its options."""
+        original = self._original_of(path, layer, cls, own)
+        layer = classes.set_class(layer, cls)
+        layer.__dict__["_original_class"] = original
+        theirs = layer.__dict__.pop("process_group", None)  # torch.nn.SyncBatchNorm's handle
+        shared = self.sharing
+        if theirs is not None and "name" not in self.asked:
+            shared = shared._replace(name=callers.group_name(theirs))
+        layer._init_sync(path or UNNAMED, shared)
+        for name, value in (self.options | own).items():
+            if name not in ADDED_OPTIONS:
+                raise ValueError(
+                    f"{name}: got an option of that name, expected one of {tuple(ADDED_OPTIONS)}"
+                )
+            setattr(layer, name, value)
+        check_options(layer.options())
+        if layer.activation != "none":  # which the original class has, too
+            layer.__dict__["_original_activation"] = layer.activation
+        return layer
+
+    def _original_of(
+        self, path: str, layer: nn.Module, cls: type, own: dict[str, Any]
+    ) -> type[nn.Module]:
+        """Gives the class of a layer that can be converted to cls."""
+        where = path or "the model"
+        if not isinstance(layer, _BatchNorm):
+            raise ValueError(
+                f"layer: got {classes.class_name(layer)} for {where}, expected a layer derived "
+                "from torch.nn's batch norm classes"
+            )
+        if not (isinstance(cls, type) and issubclass(cls, SyncBatchNorm)):
+            raise ValueError(f"cls: got {cls!r}, expected syncbn.SyncBatchNorm or a subclass")
+        original = classes.class_of(layer)
+        taken = _taken(layer, original) - own.keys()
+        if taken:
+            raise ValueError(
+                f"{where}: got a layer with {', '.join(sorted(taken))} of its own, expected other "
+                "names, because SyncBatchNorm uses these"
+            )
+        return original
+
+    def make(self, layer: nn.Module, path: str) -> nn.Module | None:
+        """Converts a layer; None: it is none to convert."""
+        cls = classes.class_of(layer)
+        conversion = classes.conversion_of(cls)
+        if conversion is not None:
+            result = conversion.make(layer, functools.partial(self.synchronize, path))
+            if not isinstance(result, nn.Module):
+                raise ValueError(
+                    f"register_conversion: got {result!r} from make for {cls.__name__}, expected a "
+                    "module"
+                )
+            if result is not layer:
+                result.__dict__["_replaced_class"] = cls
+            return result
+        if isinstance(layer, SyncBatchNorm):
+            layer.share(layer.state.sharing._replace(**self.asked))
+            for name, value in self.options.items():
+                setattr(layer, name, value)
+            check_options(layer.options())
+        return self.synchronize(path, layer) if cls in classes.PLAIN else None
+
+
+def _warn_of_evading(paths: list[str]) -> None:
+    warnings.warn(
+        f"{', '.join(paths)}: got a forward on the object that is not seen to call the layer's, so "
+        "that statistics may stay those of one rank; expected none, or one that names an attribute "
+        "of the layer, as in layer.old = layer.forward; layer.forward = lambda x: layer.old(x)",
         stacklevel=3,
     )
 
@@ -217,70 +250,14 @@ def convert_sync_batchnorm(
     exchanging = initialized and groups.is_made_ahead(sharing)
     if exchanging:
         groups.peers(sharing, _NAME)
-
-    def synchronize(
-        path: str, layer: nn.Module, cls: type[SyncBatchNorm] = SyncBatchNorm, **own: Any
-    ) -> SyncBatchNorm:
-        if not isinstance(layer, _BatchNorm):
-            raise ValueError(
-                f"layer: got {classes.class_name(layer)} for {path or 'the model'}, expected a "
-                "layer derived from torch.nn's batch norm classes"
-            )
-        if not (isinstance(cls, type) and issubclass(cls, SyncBatchNorm)):
-            raise ValueError(f"cls: got {cls!r}, expected syncbn.SyncBatchNorm or a subclass")
-        original = classes.class_of(layer)
-        taken = _taken(layer, original) - own.keys()
-        if taken:
-            raise ValueError(
-                f"{path or 'the model'}: got a layer with {', '.join(sorted(taken))} of its own, "
-                "expected other names, because SyncBatchNorm uses these"
-            )
-        layer = classes.set_class(layer, cls)
-        layer.__dict__["_original_class"] = original
-        theirs = layer.__dict__.pop("process_group", None)  # torch.nn.SyncBatchNorm's handle
-        shared = sharing
-        if theirs is not None and "name" not in asked:
-            shared = sharing._replace(name=callers.group_name(theirs))
-        layer._init_sync(path or UNNAMED, shared)
-        for name, value in (options | own).items():
-            if name not in ADDED_OPTIONS:
-                raise ValueError(
-                    f"{name}: got an option of that name, expected one of {tuple(ADDED_OPTIONS)}"
-                )
-            setattr(layer, name, value)
-        check_options(layer.options())
-        if layer.activation != "none":  # which the original class has, too
-            layer.__dict__["_original_activation"] = layer.activation
-        return layer
-
-    def make(layer: nn.Module, path: str) -> nn.Module | None:
-        cls = classes.class_of(layer)
-        conversion = classes.conversion_of(cls)
-        if conversion is not None:
-            result = conversion.make(layer, functools.partial(synchronize, path))
-            if not isinstance(result, nn.Module):
-                raise ValueError(
-                    f"register_conversion: got {result!r} from make for {cls.__name__}, expected a "
-                    "module"
-                )
-            if result is not layer:
-                result.__dict__["_replaced_class"] = cls
-            return result
-        if isinstance(layer, SyncBatchNorm):
-            layer.share(layer.state.sharing._replace(**asked))
-            for name, value in options.items():
-                setattr(layer, name, value)
-            check_options(layer.options())
-        return synchronize(path, layer) if cls in classes.PLAIN else None
-
     undo, error = None, None
     try:
         try:
             check_options(Options(**options))
             _check_module(module)
             left = list(classes.left_alone(module))
-            undo = _Undo(module)
-            result = _replace(module, "", make, {})
+            undo = Undo(module)
+            result = replace(module, "", _Conversion(sharing, asked, options).make, {})
             undo.rebind()
         except Exception as raised:
             error = raised
@@ -305,13 +282,7 @@ def convert_sync_batchnorm(
     if left:
         _warn_of(left)
     if evading:
-        warnings.warn(
-            f"{', '.join(evading)}: got a forward on the object that is not seen to call the "
-            "layer's, so that statistics may stay those of one rank; expected none, or one that "
-            "names an attribute of the layer, as in layer.old = layer.forward; "
-            "layer.forward = lambda x: layer.old(x)",
-            stacklevel=2,
-        )
+        _warn_of_evading(evading)
     return result
 
 
@@ -382,9 +353,9 @@ def revert_sync_batchnorm(module: Model, default: type[nn.Module] = nn.BatchNorm
             layer.process_group = given[layer]
         return layer
 
-    undo = _Undo(module)
+    undo = Undo(module)
     try:
-        result = _replace(module, "", make, {})
+        result = replace(module, "", make, {})
         undo.rebind()
         return result
     except BaseException:

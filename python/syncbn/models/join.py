@@ -196,7 +196,7 @@ class _Inputs:
         getattr(type(model), _SHADOW)(model)
 
     def _divide_by_number_of_ranks(self) -> None:
-        """DistributedDataParallel takes the number from what it believes to be a notification."""
+        """Says the number of ranks, which DistributedDataParallel takes for a notification."""
         for model in self.ddp_models:
             if not model._divide_by_initial_world_size:
                 future: torch.futures.Future = torch.futures.Future()
@@ -206,8 +206,8 @@ class _Inputs:
                 model.reducer._set_forward_pass_work_handle(work, False)
 
     def leave(self) -> None:
-        """All as before the context. Join itself leaves its joinables notifying ranks that do not
-        listen any more, and DDP dividing by the number of ranks in the last iteration."""
+        """Puts all back as before the context. Join itself leaves its joinables notifying ranks
+        that do not listen any more, and DDP dividing by the last iteration's number of ranks."""
         global _active
         if _active is not self:
             return
@@ -295,7 +295,7 @@ def _refuse_without_backward(model: DistributedDataParallel, _args: Any) -> None
 
 
 class join:
-    """Context manager for a training loop in which ranks have different numbers of batches.
+    """A context manager for a training loop in which ranks have different numbers of batches.
 
     It takes the place of torch's Join and of DistributedDataParallel.join for models with
     synchronized layers. Ranks whose loop has ended leave the layers' exchanges. The others exchange

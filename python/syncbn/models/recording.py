@@ -67,7 +67,7 @@ class _Notes:
             warnings.warn(f"syncbn.record: {error}; the notes end here", stacklevel=2)
 
     def share(self, share: int, batch: Any, loss: Tensor) -> None:
-        """What Shares tells of each share, after the forward."""
+        """Notes what Shares tells of each share, after the forward."""
         step = self._training.steps  # type: ignore[union-attr]
         self._note("batch", share, "batch", _hash(_tensors(batch)), step)
         self._note("loss", share, "loss", _hash(loss), step)
@@ -117,7 +117,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _files(path: str | os.PathLike[str]) -> list[str]:
-    """Of all ranks."""
+    """Gives those of all ranks."""
     others = [p for p in glob.glob(f"{glob.escape(str(path))}.*") if p.rpartition(".")[2].isdigit()]
     return [str(path), *sorted(others)]
 

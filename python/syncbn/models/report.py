@@ -22,7 +22,7 @@ from .comparing import compare
 
 
 class LayerReport(NamedTuple):
-    """One row of a report."""
+    """A row of a report."""
 
     path: str
     layer: str

@@ -117,7 +117,7 @@ def reset_groups(module: nn.Module | None = None, *, strict: bool = False) -> No
 
 
 class _Compared(Call):
-    """What ranks must have in common: the layers of a group, and their statistics."""
+    """Compares what ranks must have in common: the layers of a group, and their statistics."""
 
     layers: dict[str, str]
 

@@ -179,7 +179,7 @@ class _TrainingStep(torch.autograd.Function):
 
 @torch.compiler.assume_constant_result
 def _exporting() -> bool:
-    """torch.compile takes torch.compiler.is_exporting for true while it traces, but not in here."""
+    """Tells whether PyTorch exports. While it traces, torch.compile elsewhere takes it for true."""
     return torch.compiler.is_exporting()
 
 

@@ -279,7 +279,7 @@ def _layers(root: nn.Module) -> tuple[int, dict[LayerState, str]]:
 
 
 class _Group:
-    """What was compared in a group, as often on all its ranks. made: by path, the layers, as
+    """The calls compared in a group, as often on all its ranks. made: by path, the layers, as
     numbers in the order in which this rank made them."""
 
     def __init__(self) -> None:

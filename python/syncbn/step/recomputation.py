@@ -34,7 +34,7 @@ _top_hooks, _task = _autograd._top_saved_tensors_default_hooks, torch._C._curren
 
 
 class Kept(NamedTuple):
-    """What the exchange of one call brought. key: what the call of the second run must have in
+    """The results of the exchange of one call. key: what the call of the second run must have in
     common. step: what backward will know of it. saved: the statistics."""
 
     key: tuple
@@ -233,7 +233,7 @@ def segment(
 
 @contextlib.contextmanager
 def wrapped(wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """In a with block, wraps the functions of segments that begin in it. PyTorch calls what it is
+    """Wraps, in a with block, the functions of segments that begin in it. PyTorch calls what it is
     given in both runs."""
     frame, reentrant = checkpoint._CheckpointFrame, checkpoint.CheckpointFunction
     _names()  # as they are outside

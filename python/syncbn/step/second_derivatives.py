@@ -135,7 +135,7 @@ def _check_kept(dy: Tensor, x: Tensor, weight: Tensor | None, saved: Tensor, cal
 
 
 class _Differentiable(torch.autograd.Function):
-    """What `gradient` gives, for a backward that builds a graph.
+    """Gives what `gradient` gives, for a backward that builds a graph.
 
     step: the training step; gradient(step, dy, *saved) gives the gradients of x, weight, bias
     and residual.

@@ -243,18 +243,16 @@ SYNCBN_INLINE void in_vectors(std::int64_t channels, const Body& body) {
 void round_moments(const SumsAt& at, std::int64_t channels, double count, double eps, double* mean,
                    double* var, double* rstd, bool* done) {
   const MomentArrays to{mean, var, rstd, done};
-  in_vectors(
-      channels, [&](auto vector, std::int64_t c) __attribute__((always_inline)) {
-        round_moments<decltype(vector)>(at, c, count, eps, to);
-      });
+  in_vectors(channels, [&](auto vector, std::int64_t c) __attribute__((always_inline)) {
+    round_moments<decltype(vector)>(at, c, count, eps, to);
+  });
 }
 
 void round_sums(const SumsAt& at, std::int64_t channels, double* first, double* second,
                 bool* done) {
-  in_vectors(
-      channels, [&](auto vector, std::int64_t c) __attribute__((always_inline)) {
-        round_sums<decltype(vector)>(at, c, first, second, done);
-      });
+  in_vectors(channels, [&](auto vector, std::int64_t c) __attribute__((always_inline)) {
+    round_sums<decltype(vector)>(at, c, first, second, done);
+  });
 }
 
 // The formulas of statistics/finalize.hpp in loops that compilers turn into vectors.

@@ -22,7 +22,7 @@ inline PairV select(PairMaskV m, PairV yes, PairV no) {
 }
 
 template <class T>
-constexpr bool kInPairs = kBFloat16Pairs&& std::is_same_v<T, BFloat16>;
+constexpr bool kInPairs = kBFloat16Pairs && std::is_same_v<T, BFloat16>;
 /// The vector in which the element-wise passes take elements of type T.
 template <class T>
 struct VectorFor {
@@ -31,7 +31,7 @@ struct VectorFor {
   static constexpr int kLanes = kFloatLanes;
 };
 template <class T>
-requires kInPairs<T>
+  requires kInPairs<T>
 struct VectorFor<T> {
   using Type = PairV;
   using Mask = PairMaskV;

@@ -72,7 +72,7 @@ void sum_planes(const SumsTask& task, Windows& windows, const WindowArrays& w) {
     const std::int64_t begin = unit % segments;
     const std::int64_t end = minimum(segments, begin + task.unit_end - unit);
     unit += end - begin;
-    const auto sum_one = [&](std::int64_t channel, std::int64_t segment, Partials & to,
+    const auto sum_one = [&](std::int64_t channel, std::int64_t segment, Partials& to,
                              std::int64_t i) __attribute__((always_inline)) {
       const std::int64_t offset = segment * kSegment;
       const std::int64_t length = minimum(kSegment, task.plane - offset);
