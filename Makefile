@@ -53,7 +53,7 @@ test-python: $(package) $(test_tools)  ## Python tests only, for example ARGS="-
 interop: $(package) $(test_tools) $(VENV)/.stamp-frameworks  ## other people's code, all of it
 	SYNCBN_INTEROP=all OMP_WAIT_POLICY=passive $(python) -m pytest --durations 15 $(ARGS) \
 	  $(addprefix tests/python/interop/test_,pytorchs_tests.py class_checks.py \
-	    class_checks_frameworks.py ray.py training_loops.py)
+	    class_checks_frameworks.py ray.py trainers.py training_loops.py)
 
 curves: $(package) $(test_tools) $(VENV)/.stamp-frameworks  ## learning curves of other people's training loops, into build/
 	@mkdir -p build

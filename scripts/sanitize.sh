@@ -27,7 +27,7 @@ cp build/fuzz/bindings/torch/_build.py "$package"
 machine=$(uname -m)
 preloaded="$(clang++ -print-file-name="libclang_rt.asan-$machine.so") $(clang++ -print-file-name=libstdc++.so)"
 LD_PRELOAD=$preloaded ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$PWD/build/fuzz/package \
-  SYNCBN_EXAMPLES=60 OMP_NUM_THREADS=2 "$venv/bin/python" -m pytest -p no:cacheprovider \
+  SYNCBN_EXAMPLES=60 OMP_NUM_THREADS=2 "$venv/bin/python" -m pytest --capture=sys -p no:cacheprovider \
   --hypothesis-seed=1 tests/python/bits/test_properties.py tests/python/step/test_in_place.py \
   tests/python/graph/test_{batch_norm_op,odd_tensors}.py \
   tests/python/exchange/test_shared_memory_ops.py

@@ -22,11 +22,12 @@ struct Form {
   double negative_slope = 0;
   std::int32_t activation = 0;
   std::int32_t statistics = 0;
-  bool cumulative = false;  ///< without a momentum
-  bool in_place = false;    ///< y lies over x
+  // 0 or 1; no bool, as the bytes may be anybody's.
+  std::int32_t cumulative = 0;  ///< without a momentum
+  std::int32_t in_place = 0;    ///< y lies over x
 
   std::optional<double> factor() const {
-    return cumulative ? std::nullopt : std::optional(momentum);
+    return cumulative != 0 ? std::nullopt : std::optional(momentum);
   }
   Activation act() const { return {static_cast<ActivationKind>(activation), negative_slope}; }
   Statistics mode() const { return static_cast<Statistics>(statistics); }
@@ -53,8 +54,8 @@ inline Tensor new_form(std::int64_t layer, double eps, std::optional<double> mom
   form.negative_slope = negative_slope;
   form.activation = static_cast<std::int32_t>(activation);
   form.statistics = static_cast<std::int32_t>(statistics);
-  form.cumulative = !momentum.has_value();
-  form.in_place = in_place;
+  form.cumulative = momentum.has_value() ? 0 : 1;
+  form.in_place = in_place ? 1 : 0;
   const std::int64_t size = sizeof form;
   const std::int64_t stride = 1;
   AtenTensorHandle made = nullptr;
@@ -68,13 +69,19 @@ inline Tensor new_form(std::int64_t layer, double eps, std::optional<double> mom
 }
 
 inline Form form_of(const Tensor& tensor) {
-  if (!tensor.is_cpu() || tensor.scalar_type() != ScalarType::Byte || !tensor.is_contiguous() ||
-      tensor.numel() != static_cast<std::int64_t>(sizeof(Form))) {
+  Form form;
+  bool known = tensor.is_cpu() && tensor.scalar_type() == ScalarType::Byte &&
+               tensor.is_contiguous() && tensor.numel() == static_cast<std::int64_t>(sizeof(Form));
+  if (known) {
+    check_storage("form", tensor);
+    std::memcpy(&form, tensor.const_data_ptr(), sizeof form);
+    const auto below = [](int count, std::int32_t number) { return number >= 0 && number < count; };
+    known = below(kActivationCount, form.activation) && below(2, form.statistics) &&
+            below(2, form.cumulative) && below(2, form.in_place);
+  }
+  if (!known) {
     throw InvalidArgument("form: expected what the operator form returned");
   }
-  check_storage("form", tensor);
-  Form form;
-  std::memcpy(&form, tensor.const_data_ptr(), sizeof form);
   return form;
 }
 

@@ -82,7 +82,7 @@ Outputs forward_begin(const Tensor& x, std::optional<Tensor> weight, std::option
   const Saved saved(x);
   std::optional<Tensor> y;
   std::optional<Tensor> activation_mask;
-  if (!form.in_place) {
+  if (form.in_place == 0) {
     y = new_output(x);
     if (residual.has_value() && form.activation != 0) {
       activation_mask = new_activation_mask(x);
@@ -99,7 +99,7 @@ Outputs forward_begin(const Tensor& x, std::optional<Tensor> weight, std::option
       backward,
       running_of<Place>(running_mean, running_var, num_batches_tracked, counted, form.factor()),
       saved.info()};
-  check_forward_of(step, channels, form.in_place);
+  check_forward_of(step, channels, form.in_place != 0);
   const std::int64_t number = kOnCpu && counted != nullptr ? *counted : -1;
   const auto result = [&](std::optional<Tensor> message, std::optional<Tensor> merged,
                           std::int64_t word, std::int64_t status) -> Outputs {

@@ -2,6 +2,7 @@
 """What the exchange and the operators keep to: ranks have one verb, sum; an operator has few
 arguments, of which one holds the options of a layer."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -9,6 +10,15 @@ PROJECT = Path(__file__).parents[2]
 MOST_ARGUMENTS = 12
 #: The folders of src/, from the bottom up: none includes a header of one above it.
 ROOMS = ("statistics", "tensors", "cpu", "step", "cuda", "comm", "layer", "c_api")
+
+#: Lines of a function's body. Kernels keep their sums in registers, within one function.
+MOST_LINES, MOST_OF_A_KERNEL = 60, 90
+#: From the name of a function, which ends its line with the brace, to the brace in its column.
+BODY = re.compile(
+    r"^( {0,2})(?! |.*\b(?:struct|class)\b|(?:if|for|while|switch|else|do|try|\})\b)"
+    r"(.*\).*)\{\n((?:(?!\1\}).*\n)*)",
+    re.M,
+)
 
 
 def sources(*folders: str) -> dict[str, str]:
@@ -66,3 +76,26 @@ def test_options_of_a_layer_are_one_argument():
     assert len(of_steps) > 4
     for name, arguments in of_steps.items():
         assert not [a for a in arguments if re.match(r"(?:float|str)\b", a)], name
+
+
+def bodies_in_python(text: str) -> dict[str, int]:
+    functions = (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef))
+    docstring = {
+        n: n.body[0].lineno if ast.get_docstring(n) is None else n.body[0].end_lineno + 1
+        for n in functions
+    }
+    return {n.name: n.end_lineno - first + 1 for n, first in docstring.items()}
+
+
+def test_functions_are_short():
+    """Longer ones tell several things."""
+    long = []
+    for path, text in sources("python", "include", "src", "bindings").items():
+        kernel = path.startswith("src/cpu/vector/") or path.endswith(".cuh")
+        if path.endswith(".py"):
+            found = bodies_in_python(text)
+        else:
+            found = {m[2]: m[3].count("\n") for m in BODY.finditer(text)}
+        most = MOST_OF_A_KERNEL if kernel else MOST_LINES
+        long += [f"{path}: {name} has {n} lines" for name, n in found.items() if n > most]
+    assert not long

@@ -38,6 +38,7 @@ def is_covered(page: Path, block: Block) -> bool:
         "python": name in test_examples.PAGES or name in test_examples.ELSEWHERE,
         "python ultralytics": name == "docs/engines.md",  # training_loops.py
         "python lightning": name == "docs/engines.md",  # training_loops.py
+        "python shares": name == "docs/engines.md",  # test_trainers.py
         "cpp": block.source is not None or name in test_docs.CPP_PAGES,
         "c++": name == "docs/libtorch.md",  # test_libtorch.py
         "c": block.source is not None,

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainers of other libraries train by shares as docs/engines.md writes it, and end with the hash
+of the page's plain loop, on any number of processes."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from snippets import blocks
+from support import PROJECT, library, snippets
+
+LOOP, *PROGRAMS = (b.text for b in blocks(PROJECT / "docs/engines.md") if b.kind == "python shares")
+LIBRARIES = ("accelerate", "lightning", "ignite", "transformers")
+WEEKLY = ("ignite", "transformers")
+
+
+def hashes(folder, program: str, processes: int) -> set[str]:
+    """What the processes print of a program of docs/shares.md with this one in its loop's place."""
+    before = snippets("docs/shares.md")[0].partition("for epoch in")[0]
+    script = folder / "program.py"
+    script.write_text(f"{before}\n{program}\nprint('hash', syncbn.fingerprint(network, optimizer))")
+    command = [sys.executable, str(script)]
+    if processes > 1:
+        launcher = "-m torch.distributed.run --standalone --nproc-per-node".split()
+        command[1:1] = [*launcher, str(processes)]
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=600, env=os.environ
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("hash ")]
+    assert done.returncode == 0 and len(lines) == processes, done.stderr[-4000:]
+    return set(lines)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The plain loop's hash."""
+    return hashes(tmp_path_factory.mktemp("loop"), LOOP, 1)
+
+
+@pytest.mark.parametrize("processes", (1, 2))
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.weekly) if n in WEEKLY else n for n in LIBRARIES]
+)
+def test_trains_by_shares_exact(tmp_path, expected, name, processes):
+    library(name)
+    program = dict(zip(LIBRARIES, PROGRAMS, strict=True))[name]
+    assert f"import {name}" in program
+    assert hashes(tmp_path, program, processes) == expected
