@@ -3,10 +3,10 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <numeric>
 #include <optional>
 #include <span>
@@ -63,6 +63,7 @@ struct __attribute__((visibility("hidden"))) FramedExchange::State {
   std::deque<Words> sums;             ///< that were begun; a deque moves none
   std::optional<Failure> refusal;     ///< of an exchange that this rank has not waited for
   std::optional<std::string> broken;  ///< why there are no further exchanges
+  State* kept_before = nullptr;       ///< of the group's end
 
   std::size_t ranks() const { return numbers.size(); }
 
@@ -88,10 +89,9 @@ FramedExchange::FramedExchange(int rank, int size, std::size_t frame_words)
 
 FramedExchange::~FramedExchange() {
   if (!state_->sums.empty()) {  // what sums them may still write there; a leak checker finds it
-    static std::mutex mutex;
-    static auto* const kept = new std::vector<std::unique_ptr<State>>;
-    const std::lock_guard lock(mutex);
-    kept->push_back(std::move(state_));
+    static std::atomic<State*> kept = nullptr;
+    State* const state = state_.release();
+    state->kept_before = kept.exchange(state);
   }
 }
 
