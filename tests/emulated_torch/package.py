@@ -19,7 +19,7 @@ with mock.patch.object(torch.ops, "load_library"):
     import syncbn  # noqa: F401  for those that import it from here
     from syncbn import ops
     from syncbn.exchange import agreement
-    from syncbn.step import autograd, training
+    from syncbn.step import autograd, graph_operators, training
 
 DOORS = ("forward_begin", "forward_finish", "backward_begin", "backward_finish")
 
@@ -28,7 +28,7 @@ DOORS = ("forward_begin", "forward_finish", "backward_begin", "backward_finish")
 def emulated():
     """Layers and batch_norm take the operators on CUDA, and no others."""
     with contextlib.ExitStack() as stack:
-        for module in (agreement, autograd, ops, training):
+        for module in (agreement, autograd, graph_operators, ops, training):
             stack.enter_context(mock.patch.object(module, "ops", on_cuda))
         for name in DOORS:
             stack.enter_context(mock.patch.object(training, name, getattr(on_cuda, name)))
