@@ -17,6 +17,7 @@ from support import PROJECT, run_snippets, snippets
 
 # On two ranks only, with the library that each is about; test_training_loops.py has the bits.
 TRAINERS = {"11_accelerate.py": "accelerate", "12_lightning.py": "lightning"}
+RANKED = ("07_activation.py", "24_all_reduce.py")
 WEEKLY = ("06_static_graph.py", *TRAINERS)
 #: On four ranks; docs/tutorial.md quotes what they print.
 TUTORIAL = ("19_contrastive.py", "20_point_clouds.py")
@@ -78,7 +79,7 @@ def test_networks_by_shares_exact(tmp_path, options):
 
 @pytest.mark.parametrize(
     "name",
-    ("07_activation.py", *(pytest.param(name, marks=pytest.mark.weekly) for name in WEEKLY)),
+    (*RANKED, *(pytest.param(name, marks=pytest.mark.weekly) for name in WEEKLY)),
 )
 def test_example_on_two_ranks(tmp_path, name):
     if name in TRAINERS:
