@@ -307,7 +307,7 @@ class SelfDataParallel(nn.Module):
         with contextlib.ExitStack() as stack:
             for space in spaces:
                 stack.enter_context(recomputation.wrapped(space.bound))
-            outputs = run_in_turns(calls, meeting.meet, meeting.give_up, worlds)
+            outputs = run_in_turns(calls, meeting.meet, meeting.give_up, worlds, True)
         for space in spaces:  # buffers that the first device assigned
             for base, first in zip(space.base, space.spaces[0]):
                 base["_buffers"].update(first["_buffers"])
