@@ -306,7 +306,8 @@ def batch_norm(
 
     Training computes estimate <- momentum * estimate + (1 - momentum) * batch value. The first
     batch (batches = 0) is assigned. A batch without elements changes nothing. The variance is
-    biased everywhere. The inputs are not changed; batch_norm_ updates them in place.
+    biased everywhere. The inputs are not changed; batch_norm_ updates them in place. In training
+    the devices of a SelfDataParallel make one call, on the first of them.
 
     Args:
         x: (N, C, *spatial), float16, bfloat16, float32 or float64, any strides. All tensors are on

@@ -220,10 +220,11 @@ def _device(device: torch.device | str | int) -> torch.device:
 class SelfDataParallel(nn.Module):
     """Runs a model on the shares of several devices of this process, as one step of one batch.
 
-    The devices run one after the other up to a SyncBatchNorm in training mode. There the layer is
-    computed for all of them at once, with the statistics of all their samples, and of all ranks if
-    torch.distributed is initialized. All other modules are applied to each device alone. The model
-    needs no change other than syncbn.convert_sync_batchnorm.
+    The devices run one after the other up to a SyncBatchNorm in training mode, or an operator of
+    syncbn.ops or syncbn.graph. There it is computed for all of them at once, with the statistics of
+    all their samples, and of all ranks if torch.distributed is initialized. All other modules are
+    applied to each device alone. The model needs no change other than
+    syncbn.convert_sync_batchnorm.
 
     Running statistics are those of `module` and change once per step. Evaluation exchanges nothing.
 
