@@ -20,6 +20,8 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor
 
+from .exchange import callers, groups
+from .exchange.call import Call
 from .operators import without_modes
 from .step import recomputation
 
@@ -92,10 +94,73 @@ def _surroundings() -> tuple[Any, int, int]:
     )
 
 
+class OperatorCall:
+    """A call of batch norm as an operator, in the place of a layer and of its state.
+
+    options: what the devices must have in common besides the name. estimate: a tensor of theirs.
+    run: makes the call with the samples of all devices; its first result is the output.
+    """
+
+    weight = counters = None
+
+    def __init__(
+        self,
+        name: str,
+        options: tuple,
+        sharing: callers.Sharing,
+        estimate: Tensor,
+        run: Callable[[Tensor], Any],
+    ) -> None:
+        self.name, self._options, self._sharing = name, options, sharing
+        self.running_mean, self._run = estimate, run
+
+    def __eq__(self, other: object) -> bool:
+        own = self.name, self._options
+        return isinstance(other, OperatorCall) and own == (other.name, other._options)
+
+    def check(self, xs: list[Tensor]) -> None:
+        """Raises ValueError where they are not the samples of one batch."""
+        for k, x in enumerate(xs):
+            if x.dtype != xs[0].dtype or x.shape[1:] != xs[0].shape[1:]:
+                raise ValueError(
+                    f"x of device {k}: got {x.dtype} and {tuple(x.shape[1:])} after the samples, "
+                    f"expected {xs[0].dtype} and {tuple(xs[0].shape[1:])}, as of device 0"
+                )
+
+    def together(self, xs: list[Tensor]) -> list[Any]:
+        """Gives each device its results, in memory of their own."""
+        outputs = self._run(torch.cat([x.to(xs[0].device) for x in xs]))
+        ys = outputs[0].split([len(x) for x in xs])
+        every = ((y, *outputs[1:]) for y in ys)
+        return [
+            type(outputs)(*(t.to(x.device, copy=True) for t in own)) for x, own in zip(xs, every)
+        ]
+
+    # What give_up() asks a layer and its state.
+
+    @property
+    def state(self) -> "OperatorCall":
+        return self
+
+    def options(self) -> None: ...
+
+    def find_path(self) -> str:
+        return self.name
+
+    def peers(self, _: None) -> Any:
+        return groups.peers_of(*self._sharing)
+
+    def reached(self, peers: Any) -> Any:
+        return peers
+
+    def call_of(self, *_: Any) -> Call:
+        return Call(self.name)
+
+
 class Request(NamedTuple):
     """A call that waits at a layer."""
 
-    layer: Any  #: a SyncBatchNorm
+    layer: Any  #: a SyncBatchNorm, or an OperatorCall
     x: Tensor
     residual: Tensor | None
     mask: Tensor | None
@@ -154,7 +219,7 @@ class _Turn:
 
     def _check(self, layer: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
-            refuse_backward(layer.state)
+            refuse_backward(layer.state.find_path)
         if recomputation.around() is not None:
             raise RuntimeError(
                 f"{layer.state.find_path()}: got a call in a checkpointed segment, expected one "
@@ -220,9 +285,11 @@ def inside() -> bool:
 
 
 class Turns:
-    """One run of devices in turns. over: all devices have ended."""
+    """One run of devices in turns. operators: whether they meet at operators. over: all devices
+    have ended."""
 
-    over = False
+    def __init__(self, operators: bool) -> None:
+        self.operators, self.over = operators, False
 
 
 def turns() -> Turns | None:
@@ -230,10 +297,11 @@ def turns() -> Turns | None:
     return getattr(_local, "turns", None)
 
 
-def refuse_backward(state: Any) -> NoReturn:
-    """Raises what is wrong with a backward that begins in a device's turn. state: a layer's."""
+def refuse_backward(find_path: Callable[[], str]) -> NoReturn:
+    """Raises what is wrong with a backward that begins in a device's turn. find_path: gives the
+    layer's."""
     raise RuntimeError(
-        f"{state.find_path()}: got a backward pass inside the forward of one device, expected one "
+        f"{find_path()}: got a backward pass inside the forward of one device, expected one "
         "after the forwards of all devices and shares of this process, whose gradients the layer "
         "computes together"
     )
@@ -250,18 +318,19 @@ def run_in_turns(
     meet: Callable[[list[Request | None]], list[Tensor]],
     give_up: Callable[[list[Request | None], BaseException], None],
     worlds: Sequence[Any],
+    operators: bool = False,
 ) -> list[Any]:
     """Gives the results of calls[k]() for all k.
 
     meet: gives the layer's outputs for the requests of all calls (None: the call has ended), or
     raises. give_up: is called with the requests before the error of a call is raised. worlds: what
-    each call has of its own; enter(k) gives it to call k, leave() ends with all. On an error all
-    calls have ended when it is raised.
+    each call has of its own; enter(k) gives it to call k, leave() ends with all. operators: whether
+    calls meet at operators as well. On an error all calls have ended when it is raised.
     """
     global running
     state = ThreadState.current()
     devices = [_Turn(call, state) for call in calls]
-    before, _local.turns = turns(), Turns()
+    before, _local.turns = turns(), Turns(operators)
     with _running_lock:
         running += 1
     answers: Sequence[Tensor | None] = [None] * len(devices)

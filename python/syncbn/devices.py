@@ -120,7 +120,7 @@ class _BatchNormTrainingOfMany(torch.autograd.Function):
     def backward(ctx, *dys):
         # Before saved tensors are asked for, which may run a checkpointed segment again.
         if baton.inside() or (ctx.turns is not None and not ctx.turns.over):
-            baton.refuse_backward(ctx.step.state)
+            baton.refuse_backward(ctx.step.state.find_path)
         saved = ctx.saved_tensors  # once: as checkpointing gives
         ctx.streams.enter((*dys, *saved))
         with torch.no_grad():

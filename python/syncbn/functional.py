@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import baton
-from .exchange.callers import Group, sharing
+from .exchange.callers import EngineName, Group, sharing
 from .step import masks
 from .step.autograd import train_step
 from .step.layer_state import Identity
-from .step.options import ActivationName, Options, Statistics, check_options
+from .step.options import ActivationName, AffineGrad, Options, Statistics, check_options
 
 
 def sync_batch_norm(
@@ -28,11 +28,14 @@ def sync_batch_norm(
     *,
     residual: Tensor | None = None,
     mask: Tensor | None = None,
+    affine_grad: AffineGrad = "share",
     activation: ActivationName = "none",
     negative_slope: float = 0.01,
+    sync: bool = True,
     statistics: Statistics = "reproducible",
     inplace: bool = False,
     timeout: "float | datetime.timedelta | None" = None,
+    engine: EngineName = "auto",
 ) -> Tensor:
     """Batch normalization with the statistics of all ranks of a process group.
 
@@ -49,22 +52,23 @@ def sync_batch_norm(
             or this process alone without torch.distributed.
         residual: added to the normalized values before the activation; x's shape and dtype.
         mask: (N, *spatial), bool or uint8; as for SyncBatchNorm.forward.
-        activation, negative_slope, inplace, timeout: as for SyncBatchNorm.
-        statistics: "reproducible", or "welford" (docs/options.md).
+        affine_grad, activation, negative_slope, sync, statistics, inplace, timeout, engine: as for
+            SyncBatchNorm.
 
     Returns:
-        y, of x's shape, dtype and layout. The gradients of weight and bias are this rank's own
-        share, as in PyTorch: DDP averages them.
+        y, of x's shape, dtype and layout.
 
     Raises:
         ValueError: an argument is refused, or all ranks together have one value per channel.
         DivergenceError: the ranks did not make the same call.
         ExchangeTimeout, PeerLost: a rank did not come, or has ended.
     """
-    state = Identity("sync_batch_norm", sharing(process_group, timeout), counted=False)
+    state = Identity("sync_batch_norm", sharing(process_group, timeout, engine), counted=False)
     others: dict[str, Any] = {
+        "affine_grad": affine_grad,
         "activation": activation,
         "negative_slope": negative_slope,
+        "sync": sync,
         "statistics": statistics,
         "inplace": inplace,
     }
@@ -77,7 +81,8 @@ def sync_batch_norm(
             tensors,
             *tensors[:5],
             *(training, momentum, eps, state.sharing.name),
-            **{"residual": residual, "mask": mask, "timeout": state.sharing.limit, **others},
+            **{"residual": residual, "mask": mask, "timeout": state.sharing.limit},
+            **{"engine": state.sharing.engine, **others},
         )
     if training:
         if baton.running and baton.inside():

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .baton import Request
+from .baton import OperatorCall, Request
 from .devices import train_on_devices
 from .errors import DivergenceError
 from .exchange.turn import refuse
@@ -56,13 +56,21 @@ class Meeting:
             error = DivergenceError(self._difference(requests))
             self.give_up(requests, error)
             raise error
-        first = waiting[0]
+        first, xs = waiting[0], [r.x for r in waiting]
+        if isinstance(first.layer, OperatorCall):
+            try:
+                first.layer.check(xs)
+            except ValueError as error:
+                self.give_up(requests, error)
+                raise
         with first.state.entered():
+            if isinstance(first.layer, OperatorCall):
+                return first.layer.together(xs)
             if len(waiting) == 1:
                 return [first.layer.forward(first.x, first.residual, first.mask)]
             residuals = [r.residual for r in waiting if r.residual is not None]
             masks = [r.mask for r in waiting]
-            return train_on_devices(first.layer, [r.x for r in waiting], residuals or None, masks)
+            return train_on_devices(first.layer, xs, residuals or None, masks)
 
     def give_up(self, requests: list[Request | None], error: BaseException) -> None:
         """Tells the other processes, at the layers where devices wait; where none does, at any
@@ -76,7 +84,7 @@ class Meeting:
     @staticmethod
     def _place(request: Request) -> tuple:
         inference, grad, autocast, *_ = request.state
-        return id(request.layer), inference, grad, autocast, request.residual is not None
+        return request.layer, inference, grad, autocast, request.residual is not None
 
     def _difference(self, requests: list[Request | None]) -> str:
         places: dict[str, list[str]] = {}

@@ -112,7 +112,11 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         timeout: "float | datetime.timedelta | None" = None,
         engine: callers.EngineName = "auto",
         bias: bool = True,
+        **unknown: NoReturn,
     ) -> None:
+        for name in unknown:
+            allowed = "negative_slope" if name == "slope" else "an option of SyncBatchNorm"
+            raise TypeError(f"{name}: got an argument of that name, expected {allowed}")
         check_num_features(num_features)
         if dtype is not None:
             check_dtype("dtype", dtype)

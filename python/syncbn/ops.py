@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
+from . import baton
 from .exchange import callers, groups
 from .exchange.call import Call
 from .exchange.turn import refuse
@@ -57,12 +58,16 @@ class _BatchNorm(torch.autograd.Function):
         ctx.save_for_backward(x, scale, saved)
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.constant = is_infer or use_global_est
+        ctx.trains, ctx.turns = not is_infer, baton.turns() if baton.running else None
         ctx.bias_dtype = None if bias is None else bias.dtype
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
+        if baton.running and ctx.trains:
+            if baton.inside() or (ctx.turns is not None and not ctx.turns.over):
+                baton.refuse_backward(lambda: ctx.others[2])
         x, scale, saved = ctx.saved_tensors
         needs_x, _, _, needs_scale, needs_bias, *_ = ctx.needs_input_grad
         if dy.stride() != x.stride():
@@ -138,7 +143,8 @@ def batch_norm(
 
     Training computes estimate <- momentum * estimate + (1 - momentum) * batch value. The first
     batch (batches = 0) is assigned. A batch without elements changes nothing. The variance is
-    biased everywhere. The inputs are not changed; batch_norm_ updates them in place.
+    biased everywhere. The inputs are not changed; batch_norm_ updates them in place. In training
+    the devices of a SelfDataParallel make one call, on the first of them.
 
     Args:
         x: (N, C, *spatial), float16, bfloat16, float32 or float64, any strides. All tensors are on
@@ -200,6 +206,19 @@ def _run(
     sharing = callers.sharing(group, None, "process_group")
     if is_infer is not True:
         refuse_tracing(layer_name, sharing)
+    if baton.running and is_infer is not True and baton.inside():
+        if not (turns := baton.turns()) or not turns.operators:
+            raise RuntimeError(
+                f"{layer_name}: got a training operator in Shares, expected a syncbn.SyncBatchNorm"
+            )
+        others = is_infer, use_global_est, epsilon, momentum, group, layer_name, written
+
+        def run(x: Tensor) -> BatchNormOutputs:
+            return _run((x, *tensors[1:]), *others)
+
+        if isinstance(tensors[0], Tensor) and tensors[0].dim() > 1:  # else it is refused below
+            call = baton.OperatorCall(layer_name, others, sharing, tensors[1], run)
+            return baton.wait(call, tensors[0], None, None)
     # A graph that is traced holds its group; else what is fake exchanges nothing.
     traced = torch.compiler.is_compiling() or is_traced()
     alone = is_infer is True or (isinstance(tensors[0], FakeTensor) and not traced)

@@ -29,23 +29,31 @@ class AllReduce(torch.autograd.Function):
     """The sum over devices and processes. Its gradient is the sum of the gradients.
 
     AllReduce.apply(None, *xs) sums over the devices of this process and returns a tuple of as many
-    tensors. It can be differentiated any number of times. all_reduce checks its arguments and finds
-    the group of ranks.
+    tensors. AllReduce.apply(n, *xs) is PyTorch-Encoding's call: each device brings n tensors, and
+    the k-th ones of all devices are summed. It can be differentiated any number of times.
+    all_reduce checks its arguments and finds the group of ranks.
     """
 
     @staticmethod
-    def forward(ctx: Any, group: Peers | None, *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, group: Peers | int | None, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.streams = group, Streams(xs)
-        total = xs[0].clone()
-        for x in xs[1:]:  # in device order
-            total += x.to(total.device)
-        if group is not None:
+        n = group if isinstance(group, int) else 1
+        if n < 1 or len(xs) % n:
+            raise ValueError(
+                f"num_inputs: got {n} for {len(xs)} tensors, expected how many each device brings"
+            )
+        totals = [x.clone() for x in xs[:n]]
+        for k, x in enumerate(xs[n:]):  # in device order
+            totals[k % n] += x.to(totals[k % n].device)
+        if group is not None and not isinstance(group, int):
+            total = totals[0]
             # Over the host: what differs in length would wait for ever in stream order.
             said = {"shape": tuple(total.shape)}
             call = Call("all_reduce", dtype=total.dtype, options=Said(said))
             host.agree(group, tag_of("all_reduce", total.dtype, said), call)
-            total = host.transport_of(group, total.device).sum(total, None, call)
-        return total, *(total.to(x.device, copy=True) for x in xs[1:])
+            totals[0] = host.transport_of(group, total.device).sum(total, None, call)
+        copies = (totals[k % n].to(x.device, copy=True) for k, x in enumerate(xs[n:]))
+        return *totals, *copies
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
@@ -184,6 +192,21 @@ def _namespaces(module: nn.Module, devices: Sequence[torch.device]) -> Namespace
     return Namespaces(module, substitutes)
 
 
+def _split(value: Any, devices: Sequence[torch.device]) -> list[Any]:
+    """Gives each device its part of the tensors in a value, on it, and of all else the whole."""
+    if isinstance(value, Tensor):
+        if value.dim() == 0:
+            raise ValueError("inputs: got a tensor without axes, expected (N, ...)")
+        parts = value.tensor_split(len(devices))
+        return [part.to(device) for part, device in zip(parts, devices)]
+    if not isinstance(value, (list, tuple, dict)) or not value:
+        return [value for _ in devices]
+    if isinstance(value, dict):
+        return [type(value)(own) for own in _split([*value.items()], devices)]
+    make: Any = list if isinstance(value, list) else getattr(value, "_make", tuple)
+    return [make(own) for own in zip(*(_split(item, devices) for item in value))]
+
+
 def _device(device: torch.device | str | int) -> torch.device:
     with contextlib.suppress(RuntimeError, TypeError):
         found = torch.device(device)
@@ -197,10 +220,11 @@ def _device(device: torch.device | str | int) -> torch.device:
 class SelfDataParallel(nn.Module):
     """Runs a model on the shares of several devices of this process, as one step of one batch.
 
-    The devices run one after the other up to a SyncBatchNorm in training mode. There the layer is
-    computed for all of them at once, with the statistics of all their samples, and of all ranks if
-    torch.distributed is initialized. All other modules are applied to each device alone. The model
-    needs no change other than syncbn.convert_sync_batchnorm.
+    The devices run one after the other up to a SyncBatchNorm in training mode, or an operator of
+    syncbn.ops or syncbn.graph. There it is computed for all of them at once, with the statistics of
+    all their samples, and of all ranks if torch.distributed is initialized. All other modules are
+    applied to each device alone. The model needs no change other than
+    syncbn.convert_sync_batchnorm.
 
     Running statistics are those of `module` and change once per step. Evaluation exchanges nothing.
 
@@ -240,14 +264,17 @@ class SelfDataParallel(nn.Module):
         self.replicate = differ if replicate is None else replicate
         self.module = module
 
-    def forward(self, inputs: Tensor | Sequence[Any]) -> list[Any]:
+    def forward(self, *inputs: Any, **named_inputs: Any) -> list[Any]:
         """Runs one step.
 
         Args:
-            inputs: a tensor, which is split along its first axis into one share per device. If it
-                does not divide evenly, the first shares have one sample more. Or a list with one
-                entry per device: a tensor, or the tuple of the module's arguments. Shares may be
-                empty.
+            inputs, named_inputs: the arguments of the module. Tensors in them, also those in
+                tuples, lists and dictionaries, are split along their first axis into one share per
+                device; all else goes to each device as it is. So torch.nn.DataParallel does, but
+                where it does not divide evenly, the first shares have one sample more here, as of
+                torch.tensor_split and not of torch.chunk. Shares may be empty. Or one list or
+                tuple alone, with one entry per device: a tensor, or the tuple of the module's
+                arguments.
 
         Returns:
             The list of the devices' outputs; torch.cat joins those of CPU devices. Add up the
@@ -260,7 +287,7 @@ class SelfDataParallel(nn.Module):
         """
         if inside():
             raise RuntimeError("SelfDataParallel: got a call inside another one, expected none")
-        arguments = self._scatter(inputs)
+        arguments = self._scatter(inputs, named_inputs)
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
             if tensor.device != self.devices[0]:
                 raise ValueError(
@@ -269,16 +296,19 @@ class SelfDataParallel(nn.Module):
                 )
         streams = [torch.cuda.current_stream(d) if d.type == "cuda" else None for d in self.devices]
         if len(self.devices) == 1:
-            return [self._run(self.module, arguments[0], streams[0])]
+            return [self._run(self.module, *arguments[0], streams[0])]
         refuse_tracing("SelfDataParallel", None, len(self.devices))
         spaces = [_namespaces(self.module, self.devices)] if self.replicate else []
         meeting = Meeting(self.module, *spaces)
-        calls = [functools.partial(self._run, self.module, *one) for one in zip(arguments, streams)]
+        calls = [
+            functools.partial(self._run, self.module, *own, stream)
+            for own, stream in zip(arguments, streams)
+        ]
         worlds = [Generators(len(self.devices)), *spaces]
         with contextlib.ExitStack() as stack:
             for space in spaces:
                 stack.enter_context(recomputation.wrapped(space.bound))
-            outputs = run_in_turns(calls, meeting.meet, meeting.give_up, worlds)
+            outputs = run_in_turns(calls, meeting.meet, meeting.give_up, worlds, True)
         for space in spaces:  # buffers that the first device assigned
             for base, first in zip(space.base, space.spaces[0]):
                 base["_buffers"].update(first["_buffers"])
@@ -286,26 +316,25 @@ class SelfDataParallel(nn.Module):
 
     @staticmethod
     def _run(
-        module: nn.Module, arguments: tuple[Any, ...], stream: "torch.cuda.Stream | None"
+        module: nn.Module, inputs: tuple, named: dict, stream: "torch.cuda.Stream | None"
     ) -> Any:
         with torch.cuda.stream(stream):  # and on its device; None on the CPU
-            return module(*arguments)
+            return module(*inputs, **named)
 
-    def _scatter(self, inputs: Tensor | Sequence[Any]) -> list[tuple]:
-        """Gives the positional arguments of each device, on it."""
+    def _scatter(self, inputs: tuple, named: dict) -> list[tuple[tuple, dict]]:
+        """Gives the arguments of each device, on it."""
+        entries = inputs[0] if len(inputs) == 1 and not named else None
+        if not isinstance(entries, (list, tuple)):
+            return _split((inputs, named), self.devices)
         count = len(self.devices)
-        if isinstance(inputs, Tensor):
-            if inputs.dim() == 0:
-                raise ValueError("inputs: got a tensor without axes, expected (N, ...)")
-            inputs = inputs.tensor_split(count)
-        if not isinstance(inputs, (list, tuple)) or len(inputs) != count:
-            got = len(inputs) if isinstance(inputs, (list, tuple)) else type(inputs).__name__
+        if len(entries) != count:
             raise ValueError(
-                f"inputs: got {got}, expected a tensor or a list of {count}, one entry per device"
+                f"inputs: got {len(entries)}, expected a tensor or a list of {count}, one entry "
+                "per device"
             )
-        entries = (entry if isinstance(entry, tuple) else (entry,) for entry in inputs)
+        entries = [entry if isinstance(entry, tuple) else (entry,) for entry in entries]
         return [
-            tuple(value.to(device) if isinstance(value, Tensor) else value for value in entry)
+            (tuple(v.to(device) if isinstance(v, Tensor) else v for v in entry), {})
             for entry, device in zip(entries, self.devices)
         ]
 

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..exchange import callers
 from .layer import BatchNorm, BatchNormAttributes, from_plain
-from .network import Fork
+from .network import Fork, Run
 
 __all__ = ["BatchNorm", "BatchNormAttributes", "Network", "batch_norm_layer"]
 
@@ -50,13 +50,43 @@ def _trace(model: nn.Module) -> fx.Graph:
     return graph
 
 
-class Network:
+class _Batches:
+    """The batches of train() without arguments, one after the other, again and again."""
+
+    def __init__(self, data: Iterable | None) -> None:
+        self.data = data
+        self.rest: Iterator | None = None
+
+    def __getstate__(self) -> dict:
+        return {"data": self.data, "rest": None}  # a copy begins anew
+
+    def next(self) -> tuple[tuple, dict]:
+        """Gives the next one as arguments, by position and by name."""
+        if self.data is None:
+            raise ValueError(
+                "data: got none, expected a source of batches, or arguments of train()"
+            )
+        if self.rest is None:
+            self.rest = iter(self.data)
+        for _ in range(2):
+            for batch in self.rest:
+                if isinstance(batch, dict):
+                    return (), batch
+                return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}
+            self.rest = iter(self.data)
+        raise ValueError("data: got no batch, expected at least one")
+
+
+class Network(nn.Module):
     """A model with a training and an inference branch.
 
     The operations before the first one that depends on the mode (a batch normalization, dropout)
     are common to both branches. All later ones exist twice and never merge again. The branches
     share every parameter and variable. A run computes what its target depends on, and what the
     model writes in place. A copy is a network of its own.
+
+    As a module it has the model as `module`. Called, as DistributedDataParallel and
+    SelfDataParallel do, it runs the branch of its own mode: training, or inference after eval().
 
     Args:
         model: an nn.Module that torch.fx can trace, with BatchNorm layers. None: an empty network
@@ -83,12 +113,12 @@ class Network:
         convert: bool = False,
         group: "callers.Group" = None,
     ) -> None:
+        super().__init__()
         if isinstance(model, _BatchNorm):  # as a layer of a model, which can be taken over
             model = nn.Sequential(model)
         self.module = nn.Module() if model is None else model
-        self._loss = loss
-        self._data = data
-        self._batches: Iterator | None = None
+        self.loss = loss
+        self._batches = _Batches(data)
         self._convert = convert
         self._group = group
         self._converted: dict[str, BatchNorm] = {}
@@ -144,19 +174,17 @@ class Network:
             raise RuntimeError("the network is complete; nothing can be added")
 
     def _complete(self) -> None:
-        self._fork = Fork(self._source, self.module, self._layer_at, self._loss)
+        self._fork = Fork(self._source, self.module, self._layer_at, self.loss)
 
     # A copy forks anew, so that its converted layers hold the buffers of its own model.
 
     def __getstate__(self) -> dict:
         self._forked()
-        state = {**self.__dict__, "_converted": {}}
-        for name in ("_fork", "_batches", "_proxies"):
-            state.pop(name, None)
-        return state
+        own = {n: v for n, v in vars(self).items() if n not in ("_fork", "_proxies")}
+        return {**own, "_converted": {}}
 
     def __setstate__(self, state: dict) -> None:
-        self.__dict__.update(state, _batches=None)
+        super().__setstate__(state)
         self._complete()
 
     def _forked(self) -> Fork:
@@ -166,10 +194,6 @@ class Network:
 
     # Running it.
 
-    def parameters(self) -> Iterable[nn.Parameter]:
-        """Returns the parameters of the model and of the loss, each once."""
-        return self._forked().root.parameters()
-
     @property
     def graph(self) -> fx.Graph:
         """The graph with both branches."""
@@ -178,19 +202,28 @@ class Network:
     def __str__(self) -> str:
         return str(self._forked())
 
+    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
+        """Runs the training branch as train() does, or the inference branch after eval(), with
+        gradients."""
+        if self.training:
+            return self._train(inputs, named_inputs)
+        return self.run("infer", *inputs, **named_inputs)
+
+    def _train(self, inputs: tuple, named_inputs: dict) -> Any:
+        if not inputs and not named_inputs:
+            inputs, named_inputs = self._batches.next()
+        return self.run("train", *inputs, **named_inputs)
+
     def train(self, *inputs: Any, **named_inputs: Any) -> Any:
         """Runs the training branch on the given inputs, or on the next batch of `data`.
 
         The keyword `target` is the loss's second argument. Returns the loss, or the output of a
-        network without a loss.
+        network without a loss. train(True) and train(False) run nothing: they set the mode of the
+        network as of any module.
         """
-        if not inputs and not named_inputs:
-            batch = self._next_batch()
-            if isinstance(batch, dict):
-                named_inputs = batch
-            else:
-                inputs = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-        return self.run("train", *inputs, **named_inputs)
+        if len(inputs) == 1 and isinstance(inputs[0], bool) and not named_inputs:
+            return super().train(inputs[0])
+        return self._train(inputs, named_inputs)
 
     @torch.no_grad()
     def infer(self, *inputs: Any, **named_inputs: Any) -> Any:
@@ -221,20 +254,7 @@ class Network:
                 f"name, expected {names}"
             )
         ordered = [values[name] for name in names]
-        return fx.Interpreter(fork.root, graph=plan).run(*ordered, enable_io_processing=False)
-
-    def _next_batch(self) -> Any:
-        if self._data is None:
-            raise ValueError(
-                "data: got none, expected a source of batches, or arguments of train()"
-            )
-        if self._batches is None:
-            self._batches = iter(self._data)
-        for _ in range(2):
-            for batch in self._batches:
-                return batch
-            self._batches = iter(self._data)
-        raise ValueError("data: got no batch, expected at least one")
+        return Run(fork.root, graph=plan).run(*ordered, enable_io_processing=False)
 
     def _layer_at(self, path: str) -> nn.Module:
         module = self.module.get_submodule(path)
@@ -253,13 +273,13 @@ class Network:
 def batch_norm_layer(
     net: Network,
     input: fx.Proxy,
+    output: str | None,
     scale: nn.Parameter,
     bias: nn.Parameter,
     use_global_est: bool = False,
     epsilon: float = 1e-6,
     momentum: float = 0.99,
     group: "callers.Group" = None,
-    name: str | None = None,
 ) -> fx.Proxy:
     """Adds a batch normalization to a network.
 
@@ -269,13 +289,19 @@ def batch_norm_layer(
     Args:
         net: a network that is not complete yet.
         input: the node to normalize.
+        output: a name for the output, which the layer has in net.module and in the graph, where a
+            branch adds its own to it. None: the name of the class.
         scale, bias: parameters of shape (C,).
         use_global_est, epsilon, momentum, group: as for syncbn.ops.batch_norm.
-        name: the layer's name in the graph and in net.module.
 
     Returns:
         The node of the output.
+
+    Raises:
+        ValueError: an argument is refused.
     """
+    if output is not None and not isinstance(output, str):
+        raise ValueError(f"output: got {type(output).__name__}, expected a name, or None")
     for argument, value in (("scale", scale), ("bias", bias)):
         if not isinstance(value, nn.Parameter) or value.dim() != 1 or len(value) != len(scale):
             got = f"shape {tuple(value.shape)}" if isinstance(value, nn.Parameter) else type(value)
@@ -284,4 +310,4 @@ def batch_norm_layer(
         len(scale), use_global_est, epsilon, momentum, group, device=scale.device, dtype=scale.dtype
     )
     layer.scale, layer.bias = scale, bias
-    return net.append(layer, input, name=name)
+    return net.append(layer, input, name=output)

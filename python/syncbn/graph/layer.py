@@ -89,8 +89,26 @@ class BatchNorm(nn.Module):
         return f"{self.estimated_mean.numel()}, {attributes}"
 
 
+class _OfPlain(BatchNorm):
+    """The variables of another layer, as they are now: to() and others put new ones there."""
+
+    _NAMES = dict(
+        zip(VARIABLES, ("running_mean", "running_var", "weight", "bias", "num_batches_tracked"))
+    )
+
+    def __init__(self, layer: _BatchNorm, **attributes: Any) -> None:
+        super().__init__(0, **attributes)
+        self.layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._NAMES:
+            return super().__getattr__(name)
+        own = getattr(self.layer, self._NAMES[name])
+        return own.view(1) if name == "batches" else own
+
+
 def from_plain(layer: _BatchNorm, path: str, group: "callers.Group") -> BatchNorm:
-    """Makes a BatchNorm with the parameters and buffers of a layer of PyTorch or of syncbn.nn."""
+    """Makes a BatchNorm of a layer of PyTorch or of syncbn.nn, with its parameters and buffers."""
     if layer.momentum is None:
         raise ValueError(f"momentum of {path}: got None, expected a number in [0, 1]")
     if layer.running_mean is None:
@@ -108,11 +126,4 @@ def from_plain(layer: _BatchNorm, path: str, group: "callers.Group") -> BatchNor
             raise ValueError(f"{option} of {path}: got {given!r}, expected {value!r}")
     if group is None:
         group = getattr(layer, "process_group", None)
-    assert layer.running_var is not None and layer.num_batches_tracked is not None  # all or none
-    made = BatchNorm(
-        0, epsilon=layer.eps, momentum=1 - layer.momentum, group=group, affine=layer.affine
-    )
-    made.scale, made.bias = layer.weight, layer.bias
-    made.estimated_mean, made.estimated_var = layer.running_mean, layer.running_var
-    made.batches = layer.num_batches_tracked.view(1)  # the same memory
-    return made
+    return _OfPlain(layer, epsilon=layer.eps, momentum=1 - layer.momentum, group=group)

@@ -104,15 +104,21 @@ class Memory:
         return bool(bound.arguments.get("inplace", False))
 
 
-def _in_mode(module: nn.Module, training: bool) -> nn.Module:
-    """Makes a stand-in in that mode, on the same tensors; the module keeps its own mode."""
-    result = type(module).__new__(type(module))
-    children = {
-        name: None if child is None else _in_mode(child, training)
-        for name, child in module._modules.items()
-    }
-    result.__dict__.update({**module.__dict__, "training": training, "_modules": children})
-    return result
+class Run(fx.Interpreter):
+    """Runs a part of a forked graph. Modules of a branch run in its mode, and keep their own."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        branch = n.meta.get("branch")
+        if n.op != "call_module" or branch is None:
+            return super().run_node(n)
+        before = {m: m.training for m in self.fetch_attr(str(n.target)).modules()}
+        try:
+            for module in before:
+                module.training = branch == "train"
+            return super().run_node(n)
+        finally:
+            for module, training in before.items():
+                module.training = training
 
 
 def _mode_argument(node: fx.Node) -> str | None:
@@ -260,8 +266,6 @@ class Fork:
                         f"{node.target}: got {len(inputs)} arguments, expected x alone"
                     )
                 return self._operator(node, module, inputs[0], branch)
-            if branch is not None:
-                module = _in_mode(module, branch == "train")
             return self._add_module(branch, module, args, kwargs, name)
         return self._add(branch, node.op, target, args, kwargs, name)
 

@@ -17,6 +17,10 @@ def test_gradcheck_of_all_reduce(dtype):
     assert torch.autograd.gradgradcheck(lambda *xs: tuple(all_reduce(xs)), xs)
     assert torch.autograd.gradcheck(all_reduce, xs[0])
     assert torch.autograd.gradcheck(lambda *xs: AllReduce.apply(None, *xs), xs)
+    xs += [torch.randn(4, dtype=dtype, requires_grad=True) for _ in range(3)]
+    pairs = [xs[k] for k in (0, 3, 1, 4, 2, 5)]
+    assert torch.autograd.gradcheck(lambda *xs: AllReduce.apply(2, *xs), pairs)
+    assert torch.autograd.gradgradcheck(lambda *xs: AllReduce.apply(2, *xs), pairs)
 
 
 def test_sums_of_all_reduce_exact():
@@ -28,3 +32,14 @@ def test_sums_of_all_reduce_exact():
     assert torch.equal(sums[1], torch.full((2,), 31.0))  # tensors of their own
     assert all(torch.equal(a, b) for a, b in zip(xs, kept, strict=True))
     assert torch.equal(all_reduce(torch.arange(3)), torch.arange(3))
+
+
+def test_the_call_of_pytorch_encoding_exact():
+    """Of each device some tensors: the sums of the first ones, of the second ones."""
+    tensors = [torch.full((k % 2 + 1,), 2.0**k) for k in range(6)]
+    expected = [torch.full((1,), 21.0), torch.full((2,), 42.0)] * 3
+    assert all(map(torch.equal, AllReduce.apply(2, *tensors), expected))
+    assert all(map(torch.equal, AllReduce.apply(6, *tensors), tensors))
+    for n in (0, 4):
+        with pytest.raises(ValueError, match=f"num_inputs: got {n} for 6 tensors, expected how"):
+            AllReduce.apply(n, *tensors)

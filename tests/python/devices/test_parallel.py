@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """SelfDataParallel: models on several devices of one process."""
 
+import collections
 import copy
 import itertools
 import pickle
@@ -9,10 +10,12 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import scatter_gather
+from torch.utils._pytree import tree_flatten
 
 import share_programs
 import syncbn
-from support import assert_near, new_layer
+from support import assert_near, assert_same_layers, new_layer
 from syncbn.parallel import SelfDataParallel
 
 
@@ -95,6 +98,47 @@ def test_replicated_gradients_are_summed_in_device_order_exact(compiled):
     parallel = SelfDataParallel(model, ["cpu"] * 3, replicate=True)
     sum(y.sum() for y in parallel(torch.tensor([[1.0], [2.0**24], [-(2.0**24)]]))).backward()
     assert model.weight.grad.item() == 0
+
+
+class Echo(nn.Module):
+    def forward(self, *inputs, **named):
+        return inputs, named
+
+
+def test_arguments_are_cut_as_pytorchs_data_parallel_cuts_them_exact(monkeypatch):
+    """Where shares are of one size; its own split takes GPUs alone."""
+
+    class Scatter:
+        apply = staticmethod(lambda devices, sizes, dim, x: x.chunk(len(devices), dim))
+
+    monkeypatch.setattr(scatter_gather, "Scatter", Scatter)
+    x, pair = torch.arange(8.0).view(8, 1), collections.namedtuple("pair", "a b")
+    inputs = x, "word", None, [x + 1, 3], (x + 2, {"key": x + 3}), pair(x + 4, 5), [], (), {}
+    named = {"key": x + 6, "others": collections.OrderedDict(a=[x], b=2)}
+    parallel = SelfDataParallel(Echo(), ["cpu"] * 4)
+    for args, kwargs in ((inputs, named), (inputs, {}), ((x,), {}), ((), named)):
+        got = tree_flatten(parallel(*args, **kwargs))
+        expected = zip(*scatter_gather.scatter_kwargs(args, kwargs, range(4)))
+        expected = tree_flatten([(own, others) for own, others in expected])
+        assert got[1] == expected[1]
+        for a, b in zip(got[0], expected[0]):
+            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a is b
+    uneven = parallel(x, key=torch.arange(10))
+    assert [len(others["key"]) for _, others in uneven] == [3, 3, 2, 2]
+    few = parallel([x[:2]], key=x[:2])
+    assert [len(own[0][0]) for own, _ in few] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("replicate", (False, True))
+def test_a_residual_and_a_mask_by_position_and_by_name_exact(replicate):
+    layers = [new_layer(3) for _ in range(3)]
+    x, residual, mask = torch.randn(7, 3, 4), torch.randn(7, 3, 4), torch.rand(7, 4) < 0.7
+    expected = layers[0](x, residual, mask)
+    first, second = (SelfDataParallel(own, ["cpu"] * 3, replicate) for own in layers[1:])
+    assert torch.equal(torch.cat(first(x, residual, mask)), expected)
+    assert torch.equal(torch.cat(second(x, mask=mask, residual=residual)), expected)
+    for layer in layers[1:]:
+        assert_same_layers(layer, layers[0])
 
 
 def test_devices_run_in_turns_in_their_order():

@@ -108,10 +108,8 @@ def test_refused_arguments():
     parallel = SelfDataParallel(model, ["cpu", "cpu:0"])
     with pytest.raises(ValueError, match="inputs: got 3, expected a tensor or a list of 2"):
         parallel([x(0)] * 3)
-    with pytest.raises(ValueError, match="inputs: got dict"):
-        parallel({"x": x(0)})
     with pytest.raises(ValueError, match="inputs: got a tensor without axes"):
-        parallel(torch.tensor(1.0))
+        parallel(x(0), key=[torch.tensor(1.0)])
     with pytest.raises(ValueError, match="module: got first.weight on meta, expected cpu"):
         SelfDataParallel(Branches().to("meta"), ["cpu"] * 2)(x(0))
 

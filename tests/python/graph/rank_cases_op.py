@@ -7,13 +7,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import oracle
 import syncbn
 from rank_cases import DTYPES, diverges, shards
-from support import rough_samples, to_tensor, unchanged
+from support import assert_near, raises, rough_samples, to_tensor, unchanged
 from syncbn.functional import sync_batch_norm
 from syncbn.ops import batch_norm, batch_norm_
+from syncbn.parallel import SelfDataParallel
 
 
 def variables(channels):
@@ -175,3 +177,64 @@ def case_network_trains_with_the_bits_of_one_rank_exact(rank, world):
         before = copy.deepcopy(net.module.state_dict())
         assert torch.equal(net.infer(x), whole.infer(x))
         unchanged(net.module, before)
+
+
+def case_network_on_devices_of_ranks_exact(rank, world):
+    """Each rank has two devices; all have the bits of one network with all samples."""
+    alone = dist.new_group([rank], use_local_synchronization=True)
+
+    def network(group):
+        norms = (syncbn.graph.BatchNorm(4, group=group) for _ in range(2))
+        return syncbn.graph.Network(nn.Sequential(next(norms), nn.ReLU(), next(norms)))
+
+    net, whole = network(None), network(alone)
+    devices = SelfDataParallel(net, ["cpu"] * 2)
+    for step in range(2):
+        x = torch.randn(9, 4, 5, generator=torch.Generator().manual_seed(step))
+        part = shards(9, world, "uneven")[rank]
+        mine, all_ = x[part].requires_grad_(), x.clone().requires_grad_()
+        y, expected = torch.cat(devices(mine)), whole.train(all_)
+        y.square().sum().backward()
+        expected.square().sum().backward()
+        assert torch.equal(y, expected[part]) and torch.equal(mine.grad, all_.grad[part])
+    unchanged(net.module, whole.module.state_dict())
+    # Where devices disagree on one rank, the others hear of it.
+    bad = [x[:2], x[:2, :, 1:]] if rank == 0 else [x, x]
+    before = copy.deepcopy(net.module.state_dict())
+    if rank == 0:
+        raises(ValueError, "x of device 1: got torch.float32 and", devices, bad)
+    else:
+        diverges("raised an error", devices, bad)
+    unchanged(net.module, before)
+
+
+def case_network_under_ddp(rank, world):
+    """Trains as one process; rank_cases_parallel.py derives the bound. All ranks have equal
+    estimates, and infer alone."""
+    alone = dist.new_group([rank], use_local_synchronization=True)
+
+    def network(group):
+        torch.manual_seed(7)
+        layers = nn.Conv1d(4, 6, 2), syncbn.graph.BatchNorm(6, group=group), nn.Conv1d(6, 2, 4)
+        return syncbn.graph.Network(nn.Sequential(*layers).double(), loss=nn.MSELoss())
+
+    net, whole = network(None), network(alone)
+    trained = (DistributedDataParallel(net), slice(rank, None, world)), (whole, slice(None))
+    for step in range(3):
+        x = torch.randn(4 * world, 4, 5, generator=torch.Generator().manual_seed(step)).double()
+        target = x[:, :2, :1]
+        for model, part in trained:
+            model.zero_grad()
+            model(x[part], target=target[part]).backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.1 * p.grad
+    assert_near(net, whole)
+    for value in net.buffers():
+        every = [torch.empty_like(value) for _ in range(world)]
+        dist.all_gather(every, value)
+        assert all(torch.equal(other, value) for other in every)
+    assert net.module[1].batches == 3
+    if rank == 0:
+        assert net.infer(x[:1]).shape == (1, 2, 1)
+        trained[0][0].eval()

@@ -2,6 +2,7 @@
 """Forking networks: what is common, what a target computes, shared variables, immutability."""
 
 import copy
+import inspect
 import operator
 
 import pytest
@@ -160,7 +161,7 @@ def test_built_node_by_node_exact():
     net = Network()
     x = net.input()
     hidden = net.append(linear, x, name="fc1")
-    normal = batch_norm_layer(net, hidden, scale, bias, momentum=0.75, name="bn")
+    normal = batch_norm_layer(net, hidden, "bn", scale, bias, momentum=0.75)
     skip = net.append(operator.add, torch.relu(normal), hidden)
     net.output(net.append(F.dropout, skip * 2, 0.5, True))
     data = torch.randn(7, 5)
@@ -176,8 +177,11 @@ def test_built_node_by_node_exact():
         assert torch.equal(net.infer(x=data), expected)
     assert torch.equal(net.module.bn.estimated_var, layer.estimated_var)
     assert {id(p) for p in net.parameters()} == {id(p) for p in (*linear.parameters(), scale, bias)}
-    defaults = batch_norm_layer.__defaults__
-    assert defaults[:3] == (False, 1e-6, 0.99)
+    # As in the design document of batch_norm_op.
+    arguments = inspect.signature(batch_norm_layer).parameters.values()
+    assert [a.name for a in arguments][:5] == ["net", "input", "output", "scale", "bias"]
+    names = {"use_global_est": False, "epsilon": 1e-6, "momentum": 0.99}
+    assert list(names.items()) == [(a.name, a.default) for a in arguments][5:8]
 
 
 def plain_model():
@@ -282,9 +286,11 @@ def test_refused_building():
     net = Network()
     x, one = net.input(), nn.Parameter(torch.ones(3))
     refused("name: got 'x', expected one that is not taken", net.input)
-    refused("scale: got .*Tensor.*, expected", batch_norm_layer, net, x, torch.ones(3), one)
+    refused("scale: got .*Tensor.*, expected", batch_norm_layer, net, x, "y", torch.ones(3), one)
     text = r"bias: got shape \(2,\), expected a parameter"
-    refused(text, batch_norm_layer, net, x, one, nn.Parameter(torch.ones(2)))
+    refused(text, batch_norm_layer, net, x, None, one, nn.Parameter(torch.ones(2)))
+    text = "output: got Parameter, expected a name, or None"
+    refused(text, batch_norm_layer, net, x, one, one, one)
     net.append(nn.ReLU(), x, name="relu")
     text = "name: got 'relu', expected one that is not taken"
     refused(text, net.append, nn.ReLU(), x, name="relu")
@@ -293,3 +299,46 @@ def test_refused_building():
     net.output(x)
     with pytest.raises(RuntimeError, match="the network is complete"):
         net.append(nn.ReLU(), x)
+
+
+@pytest.mark.parametrize("assign", (False, True))
+@pytest.mark.parametrize("make, convert", ((Model, False), (plain_model, True)))
+def test_a_network_is_a_module_exact(make, convert, assign):
+    """Its state goes to another one, also to another dtype, whichever tensors hold it then."""
+    first, second = (Network(make(), convert=convert) for _ in range(2))
+    with torch.no_grad():
+        for p in second.parameters():
+            p.add_(1)
+    assert list(first.state_dict()) == [f"module.{name}" for name in first.module.state_dict()]
+    assert {id(p) for p in first.parameters()} == {id(p) for p in first.module.parameters()}
+    first.train(images())
+    second.load_state_dict(first.state_dict(), assign=assign)
+    assert torch.equal(second.infer(images()), first.infer(images()))
+    assert first.double() is first and second.module.double() is second.module
+    for seed in range(2):
+        ys = []
+        for net in (first, second):
+            torch.manual_seed(seed)
+            ys.append(net.train(images(seed).double()))
+        assert torch.equal(*ys) and ys[0].dtype == torch.float64
+    for (name, value), other in zip(first.state_dict().items(), second.state_dict().values()):
+        assert torch.equal(value, other), name
+        assert value.is_floating_point() == (value.dtype == torch.float64)
+
+
+def test_a_call_runs_the_branch_of_the_mode_exact():
+    data = [(images(k), torch.tensor([0, 1, 0, 1])) for k in range(2)]
+    net, other = (Network(Model(), loss=nn.CrossEntropyLoss(), data=data) for _ in range(2))
+    other.load_state_dict(net.state_dict())
+    outer = nn.Sequential(net)
+    for seed in range(2):
+        losses = []
+        for train in (outer.train()[0], other.train):
+            torch.manual_seed(seed)
+            losses.append(train())
+        assert torch.equal(*losses)
+    assert outer.eval()[0] is net and not net.training and not net.module.bn1.training
+    y = net(images(5))
+    assert torch.equal(y, other.infer(images(5))) and y.requires_grad
+    assert net.train(True) is net and net.module.bn1.training
+    assert torch.equal(net.module.bn1.batches, torch.tensor([2]))

@@ -197,9 +197,8 @@ class Function(nn.Module):
 
     def forward(self, x):
         options = {"activation": "leaky_relu", "negative_slope": 0.5, "timeout": 60}
-        return sync_batch_norm(
-            x + 1, self.mean, self.var, training=self.training, residual=x, **options
-        )
+        others = {"sync": False, "engine": "process_group", "training": self.training}
+        return sync_batch_norm(x + 1, self.mean, self.var, residual=x, **options, **others)
 
 
 class Operator(Function):

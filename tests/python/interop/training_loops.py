@@ -69,6 +69,12 @@ def _cross_entropy(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+def _loss_of_pixels(y: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    pixels = labels[:, None, None].expand(-1, 32, 32).clone()
+    pixels[:, 0] = 255  # void
+    return _cross_entropy(y, pixels)
+
+
 def _loader(world: int) -> DataLoader:
     """Batches whose samples, of all ranks together, are the same for any number of ranks."""
     data = Pictures()
@@ -130,12 +136,32 @@ def loop_segmentation(convert, rank, world):
     wrapped = DistributedDataParallel(model)
 
     def loss_of(y, labels):
-        pixels = labels[:, None, None].expand(-1, 32, 32).clone()
-        pixels[:, 0] = 255  # void
-        return _cross_entropy(y["out"], pixels)
+        return _loss_of_pixels(y["out"], labels)
 
     _steps(wrapped, optimizer, world, lambda step: schedule.step(), loss_of)
     return _state(model)
+
+
+def _trained(model: nn.Module, world: int, loss_of=_cross_entropy) -> dict[str, torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    _steps(DistributedDataParallel(model), optimizer, world, lambda step: None, loss_of)
+    return _state(model)
+
+
+def loop_dilated_resnet(convert, rank, world):
+    """A backbone of the kind of torchvision's ResNet-50, dilated as for segmentation."""
+    resnet = library("torchvision.models.resnet")
+    torch.manual_seed(18)
+    dilated = {"replace_stride_with_dilation": (False, True, True)}
+    *parts, _, _ = resnet.ResNet(resnet.Bottleneck, [1, 1, 2, 1], **dilated).children()
+    model = nn.Sequential(*parts, nn.Conv2d(2048, 3, 1), nn.Upsample(scale_factor=8))
+    return _trained(convert(model.double()), world, _loss_of_pixels)
+
+
+def loop_densenet(convert, rank, world):
+    torch.manual_seed(19)
+    model = library("torchvision.models.densenet").DenseNet(8, (2, 2), 8, num_classes=3)
+    return _trained(convert(model.double()), world)
 
 
 def loop_timm(convert, rank, world):

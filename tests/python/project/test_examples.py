@@ -17,6 +17,7 @@ from support import PROJECT, run_snippets, snippets
 
 # On two ranks only, with the library that each is about; test_training_loops.py has the bits.
 TRAINERS = {"11_accelerate.py": "accelerate", "12_lightning.py": "lightning"}
+RANKED = ("04_forked_graph.py", "07_activation.py", "24_all_reduce.py")
 WEEKLY = ("06_static_graph.py", *TRAINERS)
 #: On four ranks; docs/tutorial.md quotes what they print.
 TUTORIAL = ("19_contrastive.py", "20_point_clouds.py")
@@ -78,7 +79,7 @@ def test_networks_by_shares_exact(tmp_path, options):
 
 @pytest.mark.parametrize(
     "name",
-    ("07_activation.py", *(pytest.param(name, marks=pytest.mark.weekly) for name in WEEKLY)),
+    (*RANKED, *(pytest.param(name, marks=pytest.mark.weekly) for name in WEEKLY)),
 )
 def test_example_on_two_ranks(tmp_path, name):
     if name in TRAINERS:
@@ -124,9 +125,21 @@ def test_example_under_torchrun():
     assert ended.returncode == 0 and ended.stdout, f"{ended.stdout}\n{ended.stderr}"
 
 
-def test_readme_on_two_ranks(tmp_path):
+#: What follows a page's program.
+SAME_ESTIMATES = """
+for value in model[1].buffers():
+    every = [torch.empty_like(value) for _ in range(2)]
+    torch.distributed.all_gather(every, value)
+    assert model[1].batches == 3 and torch.equal(*every)
+"""
+
+
+@pytest.mark.parametrize(
+    "page, after", (("README.md", ""), ("docs/forked_graph.md", SAME_ESTIMATES))
+)
+def test_page_on_two_ranks(tmp_path, page, after):
     script = tmp_path / "page.py"
-    script.write_text("\n".join(snippets("README.md")), encoding="utf-8")
+    script.write_text("\n".join((*snippets(page), after)), encoding="utf-8")
     run(tmp_path, str(script), world=2)
 
 

@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from syncbn.graph import BatchNorm, Network
+
 EQUAL, REFUSED = {}, {}
 #: Kinds of which a process with one share has nothing to be refused.
 OF_SEVERAL_SHARES = set()
@@ -516,6 +518,11 @@ def slope_through_a_layer():
         return F.cross_entropy(model(x), batch[1]) + slope.square().mean()
 
     return Base(), with_slope
+
+
+@refused("got a training operator in Shares, expected a syncbn.SyncBatchNorm")
+def operators():
+    return Network(nn.Sequential(nn.Linear(4, 8), BatchNorm(8), nn.Linear(8, 3))), loss
 
 
 @refused("got a hook of the parameter '0.a.weight'")

@@ -2,6 +2,7 @@
 """Activation, residual, sync=False, in-place and welford over the ranks of a process group; run by
 test_distributed.py as rank_cases.py is."""
 
+import inspect
 import itertools
 
 import numpy as np
@@ -12,6 +13,7 @@ import oracle
 import syncbn
 from rank_cases import CountCollectives, check_layer, diverges, raises, shards, unchanged
 from support import rough_samples, to_tensor
+from syncbn.functional import sync_batch_norm
 
 
 def case_activation_and_residual_exact(rank, world):
@@ -65,6 +67,26 @@ def case_sync_false_exchanges_nothing(rank, world):
     with CountCollectives() as count:
         layer(x).sum().backward()
     assert count.names == []
+
+
+def case_the_function_has_the_options_of_the_layer_exact(rank, world):
+    own, whole = (inspect.signature(f).parameters for f in (sync_batch_norm, syncbn.SyncBatchNorm))
+    assert {n for n, p in whole.items() if p.kind is p.KEYWORD_ONLY} - {"bias"} <= own.keys()
+    for options in ({"affine_grad": "global"}, {"sync": False}, {"engine": "process_group"}):
+        layer, results, counts = syncbn.SyncBatchNorm(4, **options), [], []
+        weight, bias = (p.detach().clone().requires_grad_() for p in layer.parameters())
+        given = torch.zeros(4), torch.ones(4), weight, bias, True
+        for call in (layer, lambda x, g=given, o=options: sync_batch_norm(x, *g, **o)):
+            x = torch.randn(3 + rank, 4, 5, generator=torch.Generator().manual_seed(rank))
+            with CountCollectives() as count:
+                y = call(x.requires_grad_())
+                y.pow(3).sum().backward()
+            results.append([y, x.grad])
+            counts.append(count.names)
+        results[0] += layer.weight.grad, layer.bias.grad, layer.running_mean, layer.running_var
+        results[1] += weight.grad, bias.grad, *given[:2]
+        assert all(map(torch.equal, *results)), options
+        assert counts[0][-2:] == counts[1][-2:] and bool(counts[1]) == ("sync" not in options)
 
 
 def welford_layer(channels, **options):

@@ -62,6 +62,13 @@ def test_bad_input_is_one_error_and_changes_nothing(name, call, text, expected):
     equal(step(layer), expected)
 
 
+def test_the_names_of_other_libraries_are_refused():
+    with pytest.raises(TypeError, match="^slope: got an argument .* expected negative_slope$"):
+        syncbn.SyncBatchNorm(C, activation="leaky_relu", slope=0.1)
+    with pytest.raises(TypeError, match="^sync_bn: got an argument .* an option of SyncBatchNorm$"):
+        syncbn.SyncBatchNorm(C, sync_bn=True)
+
+
 EVALUATION = {
     **{name: (x,) for name, (x, _) in INPUTS.items()},
     **{name: (X, z) for name, (z, _) in RESIDUALS.items()},
