@@ -3,7 +3,8 @@
 # ARGS (for pytest or the demo), MINUTES (soak), SECONDS (fuzz), SEED (both), SYNCBN_WERROR=ON (as CI
 # does), SYNCBN_CUDA=ON (with CUDA kernels, also without a GPU; OFF: without them), MANYLINUX=2_28 (the
 # newest system that a wheel may need),
-# SYNCBN_REPOSITORY=https://HOST/OWNER/NAME@TAG (where the links of the package index's page lead).
+# SYNCBN_REPOSITORY=https://HOST/OWNER/NAME@TAG (where the links of the package index's page lead),
+# LINKED=1 (release-check: with the PyTorch of .venv, in place of a download for each environment).
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -161,6 +162,11 @@ sdist: $(VENV)/.stamp-build  ## a source distribution in dist/, and a wheel made
 	$(python) scripts/check_wheel.py --retag build/sdist/*.whl
 	$(python) scripts/smoke_wheel.py build/sdist/*.whl
 
+release-check: $(VENV)/.stamp-test  ## what a tag would publish: built, compared, installed alone and tried; with CUDA: SYNCBN_CUDA=ON
+	$(python) -m pytest tests/rules/test_citation.py tests/rules/test_index_page.py
+	rm -f $(package) && $(MAKE) sdist wheel  # the page and the addresses are this call's
+	$(python) scripts/release_check.py $(if $(LINKED),--linked) dist/syncbn-*.tar.gz build/sdist/*.whl dist/syncbn-*.whl
+
 clean:  ## remove everything but the environments
 	rm -rf build dist demo-output .venv*/.stamp-package
 
@@ -198,4 +204,4 @@ $(jax_package): $(package) $(VENV)/.stamp-jax $(shell find bindings/jax -type f 
 
 .PHONY: help setup build build-cpp test test-cpp check-cpp test-python demo demo-clipart bench bench-count bench-cpp \
   gpu-check googletest aarch64 asan tsan release cuda ptx sanitize soak fuzz interop curves model weekly lint \
-  lint-tests format docs wheel wheel-old wheel-aarch64 sdist clean
+  lint-tests format docs wheel wheel-old wheel-aarch64 sdist release-check clean

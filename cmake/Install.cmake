@@ -32,6 +32,8 @@ install(FILES
   ${CMAKE_CURRENT_BINARY_DIR}/syncbn-config.cmake
   ${CMAKE_CURRENT_BINARY_DIR}/syncbn-config-version.cmake
   DESTINATION ${config_dir} COMPONENT syncbn_development)
+install(DIRECTORY ${PROJECT_SOURCE_DIR}/bindings/libtorch/cmake/
+  DESTINATION ${config_dir} COMPONENT syncbn_development)
 if(SKBUILD)
   return()
 endif()

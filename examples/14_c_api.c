@@ -10,7 +10,7 @@
 enum { SAMPLES = 100, CHANNELS = 4, RANKS = 3 };
 
 static void check(syncbn_status status) {
-  if (status != SYNCBN_OK) {
+  if (status != SYNCBN_STATUS_OK) {
     fprintf(stderr, "error %d: %s\n", (int)status, syncbn_last_error());
     exit(1);
   }
@@ -26,8 +26,10 @@ typedef struct part {
 static void* train(void* given) {
   const part* p = given;
   const int64_t sizes[2] = {p->last - p->first, CHANNELS};
-  const syncbn_tensor in = {x + p->first * CHANNELS, SYNCBN_FLOAT32, SYNCBN_CPU, 2, sizes, NULL};
-  const syncbn_tensor out = {y + p->first * CHANNELS, SYNCBN_FLOAT32, SYNCBN_CPU, 2, sizes, NULL};
+  const syncbn_tensor in = {
+      x + p->first * CHANNELS, SYNCBN_DTYPE_FLOAT32, SYNCBN_DEVICE_CPU, 2, sizes, NULL};
+  const syncbn_tensor out = {
+      y + p->first * CHANNELS, SYNCBN_DTYPE_FLOAT32, SYNCBN_DEVICE_CPU, 2, sizes, NULL};
   syncbn_batch_norm_options options = SYNCBN_BATCH_NORM_OPTIONS_INIT;
   options.channels = CHANNELS;
   options.name = "bn"; /* the same on all ranks */
@@ -49,8 +51,8 @@ int main(void) {
 
   /* One rank: the layer. */
   const int64_t shape[2] = {SAMPLES, CHANNELS};
-  const syncbn_tensor whole = {x, SYNCBN_FLOAT32, SYNCBN_CPU, 2, shape, NULL};
-  const syncbn_tensor result = {y_of_one, SYNCBN_FLOAT32, SYNCBN_CPU, 2, shape, NULL};
+  const syncbn_tensor whole = {x, SYNCBN_DTYPE_FLOAT32, SYNCBN_DEVICE_CPU, 2, shape, NULL};
+  const syncbn_tensor result = {y_of_one, SYNCBN_DTYPE_FLOAT32, SYNCBN_DEVICE_CPU, 2, shape, NULL};
   syncbn_batch_norm_options options = SYNCBN_BATCH_NORM_OPTIONS_INIT;
   options.channels = CHANNELS;
   syncbn_batch_norm* layer = NULL;

@@ -69,10 +69,13 @@ def expected_files(info: str, cuda: bool) -> set[str]:
     modules = [path for path in sources.rglob("*") if path.suffix in (".py", ".pyi")]
     modules += [*sources.glob("py.typed"), sources / "_build.py"]
     headers = (*ROOT.glob("include/syncbn/*"), *ROOT.glob("bindings/libtorch/syncbn/*"))
+    libtorch = ROOT / "bindings" / "libtorch" / "cmake"
+    cmake = (path.relative_to(libtorch) for path in libtorch.rglob("*") if path.is_file())
     return {
         *(f"syncbn/{path.relative_to(sources)}" for path in modules),
         *(f"syncbn/include/syncbn/{path.name}" for path in headers),
         *(f"syncbn/cmake/syncbn{name}" for name in CMAKE),
+        *(f"syncbn/cmake/{path}" for path in cmake),
         *(f"syncbn/lib/{name}" for name in (*LIBRARIES, *([CUDA_LIBRARY] if cuda else []))),
         *(f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", SBOM)),
         *(f"{info}/licenses/{name}" for name in LICENSES),
@@ -111,10 +114,10 @@ def check_metadata(files: dict[str, bytes], info: str, wheel: Path) -> Iterator[
     parse = email.parser.BytesParser().parsebytes
     metadata = parse(files.get(f"{info}/METADATA", b""))
     name, version, python, abi, platform = wheel.stem.split("-")
-    header = (ROOT / "include" / "syncbn" / "version.hpp").read_text(encoding="utf-8")
+    header = (ROOT / "include" / "syncbn" / "version.h").read_text(encoding="utf-8")
     release = ".".join(re.findall(r"VERSION_(?:MAJOR|MINOR|PATCH) (\d+)", header))
     if not re.fullmatch(re.escape(release) + r"(\.dev\d+)?", version):
-        yield f"version: got {version}, expected that of version.hpp, {release}"
+        yield f"version: got {version}, expected that of version.h, {release}"
     for key, wanted in {
         "Name": [name],
         "Version": [version],

@@ -56,7 +56,7 @@ def relink(text: str, page: Path) -> str:
 
 
 def on_config(config):
-    text = (ROOT / "include" / "syncbn" / "version.hpp").read_text(encoding="utf-8")
+    text = (ROOT / "include" / "syncbn" / "version.h").read_text(encoding="utf-8")
     numbers = [re.search(rf"VERSION_{part} (\d+)", text)[1] for part in ("MAJOR", "MINOR", "PATCH")]
     config.copyright = f"syncbn {'.'.join(numbers)}"  # in the footer of every page
     return config

@@ -17,32 +17,20 @@
 namespace {
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-using syncbn::torch::SyncBatchNorm;
-using syncbn::torch::SyncBatchNormOptions;
 constexpr int kRanks = 2;
 
 torch::nn::Sequential new_network(const Group& group) {
   using torch::nn::Conv2dOptions;
-  const auto norm = [&](int channels) {
-    return SyncBatchNorm(SyncBatchNormOptions(channels).process_group(group));
-  };
   torch::nn::Sequential network;
   for (int stage = 0, in = 3, out = 16; stage < 3; ++stage, in = out, out = 32) {
     network->push_back(torch::nn::Conv2d(
         Conv2dOptions(in, out, 3).stride(stage == 0 ? 2 : 1).padding(1).bias(false)));
-    network->push_back(norm(out));
+    network->push_back(torch::nn::BatchNorm2d(out));
     network->push_back(torch::nn::ReLU());
   }
   network->push_back(torch::nn::Conv2d(Conv2dOptions(32, kClasses, 1)));
-  syncbn::torch::name_layers(*network);  // by which ranks tell layers apart
+  syncbn::torch::convert(*network, group);  // BatchNorm*d become synchronized
   return network;
-}
-
-/// The mean over ranks, in place.
-void average(torch::Tensor tensor, const Group& group) {
-  std::vector<torch::Tensor> tensors{tensor};
-  group->allreduce(tensors)->wait();
-  tensor.div_(kRanks);
 }
 
 /// Whether all ranks have the same bits in it.
@@ -88,16 +76,15 @@ int train(int rank, int steps, const std::string& file) {
     loss = loss / static_cast<double>(2 * kSide * kSide);
     optimizer.zero_grad();
     loss.backward();
-    for (const torch::Tensor& parameter : network->parameters()) {
-      average(parameter.grad(), group);
-    }
+    syncbn::torch::average_gradients(network->parameters(), group);
     optimizer.step();
-    torch::Tensor shown = loss.detach();
-    average(shown, group);
+    std::vector<torch::Tensor> sum{loss.detach()};
+    group->allreduce(sum)->wait();
+    const double shown = sum[0].item<double>() / kRanks;
     if (step < tenth) {
-      first += shown.item<double>() / static_cast<double>(tenth);
+      first += shown / static_cast<double>(tenth);
     } else if (step >= steps - tenth) {
-      last += shown.item<double>() / static_cast<double>(tenth);
+      last += shown / static_cast<double>(tenth);
     }
   }
   bool same = true;

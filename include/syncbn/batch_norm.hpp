@@ -12,7 +12,7 @@
 #include "syncbn/communicator.hpp"
 #include "syncbn/error.hpp"
 #include "syncbn/executor.hpp"
-#include "syncbn/export.hpp"
+#include "syncbn/export.h"
 #include "syncbn/options.hpp"
 #include "syncbn/tensor.hpp"
 

@@ -6,7 +6,7 @@
 
 #include "syncbn/communicator.hpp"
 #include "syncbn/executor.hpp"
-#include "syncbn/export.hpp"
+#include "syncbn/export.h"
 #include "syncbn/tensor.hpp"
 
 /// Batch normalization as one operator for graph engines. It has inputs, outputs, and attributes

@@ -6,37 +6,35 @@
    syncbn/batch_norm.hpp for tensors on the CPU, with the same bits. That header says what the
    functions compute; this one says how C calls them.
 
-   A function that returns a syncbn_status returns SYNCBN_OK, or the code of an error. After an
-   error syncbn_last_error() returns a text, the caller must not rely on any output, and running
-   statistics are unchanged. There is one exception: if syncbn_forward_finish returns
-   SYNCBN_OUT_OF_MEMORY, it may have updated the running statistics. No C++ exception leaves a
-   function.
+   A function that returns a syncbn_status returns SYNCBN_STATUS_OK, or the code of an error. After
+   an error syncbn_last_error() returns a text, the caller must not rely on any output, and running
+   statistics are unchanged. No C++ exception leaves a function.
 
    Where a comment says "or NULL", NULL means "absent". Elsewhere a NULL gives
-   SYNCBN_INVALID_ARGUMENT. Per-channel arrays have C entries. A struct that begins with struct_size
-   may grow at its end. Set struct_size to sizeof of the struct; a wrong size gives
-   SYNCBN_INVALID_ARGUMENT. Set its pointers to NULL where you have nothing. Before 1.0 every minor
-   version may change the structs and functions. */
+   SYNCBN_STATUS_INVALID_ARGUMENT. Per-channel arrays have C entries. A struct that begins with
+   struct_size may grow at its end. Set struct_size to sizeof of the struct; a wrong size gives
+   SYNCBN_STATUS_INVALID_ARGUMENT. Set its pointers to NULL where you have nothing. Before 1.0 every
+   minor version may change the structs and functions. */
 
 #include <stddef.h>
 #include <stdint.h>
 
-#include "syncbn/export.hpp"
-#include "syncbn/version.hpp"
+#include "syncbn/export.h"
+#include "syncbn/version.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
 typedef enum syncbn_status {
-  SYNCBN_OK = 0,
-  SYNCBN_ERROR = 1,            /* an error without a code of its own */
-  SYNCBN_INVALID_ARGUMENT = 2, /* the text ends with "argument: got ..., expected ..." */
-  SYNCBN_DIVERGENCE = 3,       /* the ranks of an exchange did not make the same call */
-  SYNCBN_TIMEOUT = 4,          /* a rank did not come to an exchange in time */
-  SYNCBN_PEER_LOST = 5,        /* a rank refused its call, or left the group */
-  SYNCBN_UNAVAILABLE = 6,      /* not part of this build */
-  SYNCBN_OUT_OF_MEMORY = 7
+  SYNCBN_STATUS_OK = 0,
+  SYNCBN_STATUS_ERROR = 1,            /* an error without a code of its own */
+  SYNCBN_STATUS_INVALID_ARGUMENT = 2, /* the text ends with "argument: got ..., expected ..." */
+  SYNCBN_STATUS_DIVERGENCE = 3,       /* the ranks of an exchange did not make the same call */
+  SYNCBN_STATUS_TIMEOUT = 4,          /* a rank did not come to an exchange in time */
+  SYNCBN_STATUS_PEER_LOST = 5,        /* a rank refused its call, or left the group */
+  SYNCBN_STATUS_UNAVAILABLE = 6,      /* not part of this build */
+  SYNCBN_STATUS_OUT_OF_MEMORY = 7
 } syncbn_status;
 
 /* Returns the text of this thread's last failed call, or "" if none failed. The text is valid until
@@ -56,15 +54,25 @@ SYNCBN_API const char* syncbn_version(void);
 
 /* Enumerations are passed as int32_t, so a wrong number is an error, not undefined behaviour. */
 enum syncbn_dtype {
-  SYNCBN_FLOAT16 = 0,
-  SYNCBN_BFLOAT16 = 1,
-  SYNCBN_FLOAT32 = 2,
-  SYNCBN_FLOAT64 = 3
+  SYNCBN_DTYPE_FLOAT16 = 0,
+  SYNCBN_DTYPE_BFLOAT16 = 1,
+  SYNCBN_DTYPE_FLOAT32 = 2,
+  SYNCBN_DTYPE_FLOAT64 = 3
 };
-enum syncbn_device { SYNCBN_CPU = 0, SYNCBN_CUDA = 1 }; /* tensors on CUDA are refused */
-enum syncbn_activation_kind { SYNCBN_NONE = 0, SYNCBN_RELU = 1, SYNCBN_LEAKY_RELU = 2 };
-enum syncbn_statistics { SYNCBN_REPRODUCIBLE = 0, SYNCBN_WELFORD = 1 };
-enum syncbn_affine_gradients { SYNCBN_SHARE = 0, SYNCBN_GLOBAL = 1 };
+enum syncbn_device {
+  SYNCBN_DEVICE_CPU = 0,
+  SYNCBN_DEVICE_CUDA = 1
+}; /* tensors on CUDA are refused */
+enum syncbn_activation_kind {
+  SYNCBN_ACTIVATION_NONE = 0,
+  SYNCBN_ACTIVATION_RELU = 1,
+  SYNCBN_ACTIVATION_LEAKY_RELU = 2
+};
+enum syncbn_statistics { SYNCBN_STATISTICS_REPRODUCIBLE = 0, SYNCBN_STATISTICS_WELFORD = 1 };
+enum syncbn_affine_gradients {
+  SYNCBN_AFFINE_GRADIENTS_SHARE = 0,
+  SYNCBN_AFFINE_GRADIENTS_GLOBAL = 1
+};
 
 /* A tensor that the caller owns. A function writes only to its outputs. */
 typedef struct syncbn_tensor {
@@ -132,6 +140,9 @@ typedef struct syncbn_communicator {
   /* Tells the other ranks that this rank will not come, because its arguments were refused. So the
      others need not wait. The function may be NULL. */
   void (*abandon)(void* user_data, const char* reason);
+  /* Repairs the group after an error, for syncbn_group_reset, on every rank. The function may be
+     NULL. */
+  int32_t (*reset)(void* user_data);
 } syncbn_communicator;
 
 /* Returns the group of one rank. */
@@ -142,8 +153,9 @@ SYNCBN_API const syncbn_communicator* syncbn_self_communicator(void);
    ranks: or NULL if they are not known. */
 SYNCBN_API void syncbn_set_last_error(const char* text, const int32_t* ranks, int32_t count);
 
-/* A group whose exchanges the library makes. In all functions, `timeout` is how many milliseconds a
-   rank waits for the others in an exchange: 1 to 2^40. syncbn/mpi_c_api.h has groups over MPI. */
+/* A group, whose exchanges the library makes, or your functions. In all functions, `timeout` is how
+   many milliseconds a rank waits for the others in an exchange: 1 to 2^40. syncbn/mpi_c_api.h has
+   groups over MPI. */
 typedef struct syncbn_group syncbn_group;
 
 /* Makes a group whose ranks are threads of this process. The group has the ends of all ranks. */
@@ -151,22 +163,33 @@ SYNCBN_API syncbn_status syncbn_thread_group_create(int32_t size, int64_t timeou
                                                     syncbn_group** group);
 
 /* A function that writes the `bytes` bytes of every rank to `out`, in rank order, by any means. It
-   returns a syncbn_status, as the functions of a communicator do. */
+   returns a syncbn_status, as the functions of a communicator do. A reset of the group calls it
+   again. */
 typedef int32_t (*syncbn_gather)(void* user_data, const void* in, int64_t bytes, void* out);
 
 /* Makes this process's rank of a group whose ranks are processes of one node. Every rank makes this
    call, and every rank calls `gather` equally often. If the ranks cannot share memory, every rank
-   returns SYNCBN_UNAVAILABLE, and the text says why. */
+   returns SYNCBN_STATUS_UNAVAILABLE, and the text says why. */
 SYNCBN_API syncbn_status syncbn_shared_memory_group_create(int32_t rank, int32_t size,
                                                            syncbn_gather gather, void* user_data,
                                                            int64_t timeout, syncbn_group** group);
+
+/* Makes this process's rank of a group of your functions, which are copied. A layer may also take
+   the functions themselves. But only the layers of a group know of its reset. */
+SYNCBN_API syncbn_status syncbn_group_create(const syncbn_communicator* functions,
+                                             syncbn_group** group);
+
+/* Repairs a broken group: makes it new, or calls `reset` of your functions. Every rank makes this
+   call; for a group of threads one thread makes it, while no thread is in a call of the group. The
+   ends stay valid, and their layers begin at call 0. If it fails, the group stays broken. */
+SYNCBN_API syncbn_status syncbn_group_reset(syncbn_group* group);
 
 /* Returns the end of rank `rank`, for one thread at a time. It is valid until the group is
    destroyed. Returns NULL if this process does not have that rank. */
 SYNCBN_API const syncbn_communicator* syncbn_group_rank(const syncbn_group* group, int32_t rank);
 
 /* Destroys a group, or does nothing for NULL. Ranks of other processes that wait for this process
-   get SYNCBN_PEER_LOST. */
+   get SYNCBN_STATUS_PEER_LOST. */
 SYNCBN_API void syncbn_group_destroy(syncbn_group* group);
 
 /* ---- The layer ---- */

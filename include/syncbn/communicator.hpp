@@ -10,7 +10,7 @@
 #include <string>
 
 #include "syncbn/error.hpp"
-#include "syncbn/export.hpp"
+#include "syncbn/export.h"
 
 namespace syncbn {
 

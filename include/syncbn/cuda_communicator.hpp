@@ -8,7 +8,7 @@
 #include <string>
 
 #include "syncbn/communicator.hpp"
-#include "syncbn/export.hpp"
+#include "syncbn/export.h"
 
 /// Exchanges between ranks whose messages are on CUDA devices. syncbn/nccl.hpp has groups over
 /// NCCL.

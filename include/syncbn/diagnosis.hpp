@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "syncbn/export.hpp"
+#include "syncbn/export.h"
 
 namespace syncbn {
 

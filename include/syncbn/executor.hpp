@@ -6,7 +6,7 @@
 #include <type_traits>
 
 #include "syncbn/error.hpp"
-#include "syncbn/export.hpp"
+#include "syncbn/export.h"
 
 namespace syncbn {
 

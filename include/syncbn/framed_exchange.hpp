@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "syncbn/communicator.hpp"
-#include "syncbn/export.hpp"
+#include "syncbn/export.h"
 #include "syncbn/message.hpp"
 
 namespace syncbn {

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "syncbn/export.hpp"
+#include "syncbn/export.h"
 #include "syncbn/tensor.hpp"
 
 /// The messages of ranks, for callers with an exchange of their own. A message is int64 words. Any

@@ -10,7 +10,7 @@
 #include <string>
 
 #include "syncbn/communicator.hpp"
-#include "syncbn/export.hpp"
+#include "syncbn/export.h"
 
 /// Groups over MPI, from a library of their own, syncbn::mpi, which is built for one MPI
 /// implementation. This header does not include <mpi.h>. Include <mpi.h> before it to pass an

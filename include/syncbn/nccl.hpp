@@ -10,7 +10,7 @@
 #include <string>
 
 #include "syncbn/cuda_communicator.hpp"
-#include "syncbn/export.hpp"
+#include "syncbn/export.h"
 
 // The same declaration as in nccl.h, which this header does not need.
 typedef struct ncclComm* ncclComm_t;

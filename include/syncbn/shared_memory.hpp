@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "syncbn/communicator.hpp"
-#include "syncbn/export.hpp"
+#include "syncbn/export.h"
 
 namespace syncbn {
 

@@ -9,7 +9,7 @@
 
 #include "syncbn/communicator.hpp"
 #include "syncbn/executor.hpp"
-#include "syncbn/export.hpp"
+#include "syncbn/export.h"
 #include "syncbn/message.hpp"
 #include "syncbn/options.hpp"
 #include "syncbn/tensor.hpp"

@@ -15,7 +15,7 @@
 #include <utility>
 
 #include "syncbn/error.hpp"
-#include "syncbn/export.hpp"
+#include "syncbn/export.h"
 
 namespace syncbn {
 
@@ -74,6 +74,12 @@ class Extents {
   Extents(const Range& values)
       : Extents(std::span<const std::int64_t>(values).begin(),
                 std::span<const std::int64_t>(values).end()) {}
+  template <std::ranges::range Range>
+    requires(!std::same_as<Range, Extents> &&
+             !std::convertible_to<const Range&, std::span<const std::int64_t>>)
+  Extents(const Range&) {
+    static_assert(!std::ranges::range<Range>, "sizes and strides must be std::int64_t");
+  }
   template <std::input_iterator Iterator>
   Extents(Iterator begin, Iterator end) {
     for (; begin != end; ++begin) {
@@ -149,14 +155,54 @@ concept Element = requires { detail::DtypeOf<T>::kValue; };
 template <Element T>
 inline constexpr DType kDtypeOf = detail::DtypeOf<T>::kValue;
 
-/// A std::mdspan of such elements, with strides, or a class with the same interface.
+namespace detail {
 template <class T>
-concept ElementMdspan = Element<typename T::value_type> && requires(const T& span) {
+concept StridedMdspan = requires(const T& span) {
   { T::rank() } -> std::convertible_to<std::size_t>;
   { span.data_handle() } -> std::convertible_to<const typename T::value_type*>;
   { span.extent(0) } -> std::convertible_to<std::int64_t>;
   { span.stride(0) } -> std::convertible_to<std::int64_t>;
 };
+}  // namespace detail
+
+/// A std::mdspan of such elements, with strides, or a class with the same interface.
+template <class T>
+concept ElementMdspan = Element<typename T::value_type> && detail::StridedMdspan<T>;
+
+namespace detail {
+template <class Range>
+concept KeptRange = std::ranges::contiguous_range<Range> && std::ranges::borrowed_range<Range>;
+template <class Range>
+using PointerInto = std::add_pointer_t<std::ranges::range_reference_t<Range&>>;
+template <class Range, class Void>
+concept RangeOfElements = KeptRange<Range> && Element<std::ranges::range_value_t<Range>> &&
+                          std::convertible_to<PointerInto<Range>, Void*>;
+template <class Range>
+concept RangeOfBytes =
+    KeptRange<Range> && (std::same_as<std::ranges::range_value_t<Range>, std::uint8_t> ||
+                         std::same_as<std::ranges::range_value_t<Range>, bool>);
+
+// What a compiler says of a view that cannot be made. Without these functions, which constructors
+// for wrong arguments call, it only says that it could not convert.
+template <class T, bool kWritable>
+constexpr void explain_elements() {
+  static_assert(Element<std::remove_const_t<T>>,
+                "elements must be float, double, _Float16 or __bf16; for the 16-bit patterns of "
+                "others give {data, dtype, sizes}");
+  static_assert(!kWritable || !std::is_const_v<T>, "an output must not be const");
+}
+template <class Range>
+constexpr void explain_range() {
+  static_assert(std::ranges::contiguous_range<Range>,
+                "a view needs contiguous elements, and std::vector<bool> packs them into bits");
+  static_assert(!std::ranges::contiguous_range<Range> || std::ranges::borrowed_range<Range>,
+                "a view of a temporary: keep its elements in a variable");
+}
+template <class Range>
+constexpr void explain_sizes() {
+  static_assert(!std::ranges::range<Range>, "give the sizes: {x, {n, c}}");
+}
+}  // namespace detail
 
 /// A view of a tensor, whose memory it does not own: a pointer to element (0, ..., 0), the sizes,
 /// and the strides in elements. A view with data == nullptr and no sizes means "absent" (no weight,
@@ -194,9 +240,7 @@ struct BasicTensorView {
         device(tensor_device) {}
 
   /// Makes a view of a contiguous tensor from all elements of a span, a vector or an array.
-  template <std::ranges::contiguous_range Range>
-    requires(std::ranges::borrowed_range<Range> && Element<std::ranges::range_value_t<Range>> &&
-             std::convertible_to<decltype(std::ranges::data(std::declval<Range&>())), Void*>)
+  template <detail::RangeOfElements<Void> Range>
   BasicTensorView(Range&& values, const Extents& tensor_sizes)
       : BasicTensorView(std::ranges::data(values), kDtypeOf<std::ranges::range_value_t<Range>>,
                         tensor_sizes) {
@@ -212,6 +256,39 @@ struct BasicTensorView {
       sizes.push_back(static_cast<std::int64_t>(values.extent(axis)));
       strides.push_back(static_cast<std::int64_t>(values.stride(axis)));
     }
+  }
+
+  // The constructors for wrong arguments: each is an error with a sentence.
+  template <std::ranges::range Range>
+    requires(!detail::RangeOfElements<Range, Void>)
+  BasicTensorView(Range&&, const Extents&) {
+    detail::explain_range<Range>();
+    detail::explain_elements<std::remove_reference_t<std::ranges::range_reference_t<Range&>>,
+                             !std::is_const_v<Void>>();
+  }
+  template <std::ranges::range Range>
+    requires(Element<std::ranges::range_value_t<Range>> && !detail::StridedMdspan<Range>)
+  BasicTensorView(const Range&) {
+    detail::explain_sizes<Range>();
+  }
+  template <detail::StridedMdspan Mdspan>
+    requires(!ElementMdspan<Mdspan> ||
+             !std::convertible_to<decltype(std::declval<const Mdspan&>().data_handle()), Void*>)
+  BasicTensorView(const Mdspan& values) {
+    detail::explain_elements<std::remove_pointer_t<decltype(values.data_handle())>,
+                             !std::is_const_v<Void>>();
+  }
+  template <class Pointer>
+    requires(std::is_pointer_v<Pointer>)
+  BasicTensorView(const Pointer&, const Extents&) {
+    static_assert(!std::is_pointer_v<Pointer>,
+                  "a pointer does not say how many elements there are: give a std::span, or "
+                  "{data, dtype, sizes}");
+  }
+  template <class T>
+    requires(std::is_const_v<T> && !std::is_const_v<Void>)
+  BasicTensorView(T*, DType, const Extents&, const Extents& = {}, Device = Device::kCpu) {
+    static_assert(!std::is_const_v<T>, "an output must not be const");
   }
 
   /// Converts a writable view to a read-only view.
@@ -252,14 +329,25 @@ struct MaskView {
 
   /// Makes a mask from all elements of a span, an array or a vector of std::uint8_t, or of a span
   /// or an array of bool.
-  template <std::ranges::contiguous_range Range>
-    requires(std::ranges::borrowed_range<Range> &&
-             (std::same_as<std::ranges::range_value_t<Range>, std::uint8_t> ||
-              std::same_as<std::ranges::range_value_t<Range>, bool>))
+  template <detail::RangeOfBytes Range>
   MaskView(Range&& values, const Extents& mask_sizes)
       : MaskView(reinterpret_cast<const std::uint8_t*>(std::ranges::data(values)), mask_sizes) {
     static_assert(sizeof(bool) == 1);
     elements = std::ranges::size(values);
+  }
+
+  // The constructors for wrong arguments, as in BasicTensorView.
+  template <std::ranges::range Range>
+    requires(!detail::RangeOfBytes<Range>)
+  MaskView(Range&&, const Extents&) {
+    detail::explain_range<Range>();
+    static_assert(std::same_as<std::ranges::range_value_t<Range>, std::uint8_t> ||
+                      std::same_as<std::ranges::range_value_t<Range>, bool>,
+                  "a mask must be of std::uint8_t or bool");
+  }
+  template <std::ranges::range Range>
+  MaskView(const Range&) {
+    detail::explain_sizes<Range>();
   }
 
   [[nodiscard]] bool absent() const noexcept { return data == nullptr && sizes.empty(); }

@@ -24,8 +24,8 @@ namespace syncbn::c_api {
 /// Keeps the exception that is being handled for syncbn_last_error, and returns its code.
 SYNCBN_API syncbn_status keep_exception() noexcept;
 
-/// What the caller's function threw over the border: nothing for SYNCBN_OK, else the exception that
-/// stands for its code, with the text that it left or one that names the function.
+/// What the caller's function threw over the border: nothing for SYNCBN_STATUS_OK, else the
+/// exception that stands for its code, with the text that it left or one that names the function.
 void raise_unless_ok(const char* name, std::int32_t status);
 
 /// Forgets the text of an error before the caller's function may leave one, and calls it.
@@ -40,7 +40,7 @@ template <class Body>
 syncbn_status guarded(const Body& body) noexcept {
   try {
     body();
-    return SYNCBN_OK;
+    return SYNCBN_STATUS_OK;
   } catch (...) {
     return keep_exception();
   }
@@ -83,12 +83,14 @@ Enum enum_of(const char* name, std::int32_t value, Enum last, const char* expect
   return static_cast<Enum>(value);
 }
 
-/// The same for one with `count` members that have names, which in C are in capitals.
+/// The same for one with `count` members that have names, which in C are in capitals behind a
+/// prefix.
 template <class Enum, class Name>
-Enum named_enum_of(const char* name, std::int32_t value, int count, const Name& name_of) {
+Enum named_enum_of(const char* name, std::int32_t value, int count, const char* prefix,
+                   const Name& name_of) {
   if (value < 0 || value >= count) {
     const std::string names = listed(count, [&](int i) {
-      std::string text = "SYNCBN_";
+      std::string text = prefix;
       for (const char* c = name_of(static_cast<Enum>(i)); *c != '\0'; ++c) {
         text += *c >= 'a' && *c <= 'z' ? static_cast<char>(*c - 'a' + 'A') : *c;
       }
@@ -100,12 +102,12 @@ Enum named_enum_of(const char* name, std::int32_t value, int count, const Name& 
 }
 
 inline DType dtype_of(const char* name, std::int32_t dtype) {
-  static_assert(kDtypeCount == SYNCBN_FLOAT64 + 1, "each has a name in C");
-  return named_enum_of<DType>(name, dtype, kDtypeCount, syncbn::name);
+  static_assert(kDtypeCount == SYNCBN_DTYPE_FLOAT64 + 1, "each has a name in C");
+  return named_enum_of<DType>(name, dtype, kDtypeCount, "SYNCBN_DTYPE_", syncbn::name);
 }
 
 inline Device device_of(const char* name, std::int32_t device) {
-  return enum_of(name, device, Device::kCuda, "SYNCBN_CPU or SYNCBN_CUDA");
+  return enum_of(name, device, Device::kCuda, "SYNCBN_DEVICE_CPU or SYNCBN_DEVICE_CUDA");
 }
 
 /// The sizes of so many axes are there only if the number can be right. axes: what is expected.
@@ -145,15 +147,16 @@ inline MaskView mask_of(const syncbn_mask* given) {
 }
 
 inline Activation activation_of(const syncbn_activation& given) {
-  static_assert(kActivationCount == SYNCBN_LEAKY_RELU + 1, "each has a name in C");
+  static_assert(kActivationCount == SYNCBN_ACTIVATION_LEAKY_RELU + 1, "each has a name in C");
   const auto name_of = [](ActivationKind kind) { return traits_of(kind).name; };
-  return {named_enum_of<ActivationKind>("activation", given.kind, kActivationCount, name_of),
+  return {named_enum_of<ActivationKind>("activation", given.kind, kActivationCount,
+                                        "SYNCBN_ACTIVATION_", name_of),
           given.negative_slope};
 }
 
 inline Statistics statistics_of(std::int32_t given) {
   return enum_of("statistics", given, Statistics::kWelford,
-                 "SYNCBN_REPRODUCIBLE or SYNCBN_WELFORD");
+                 "SYNCBN_STATISTICS_REPRODUCIBLE or SYNCBN_STATISTICS_WELFORD");
 }
 
 /// Runs what belongs to a call, with a number or -1; errors carry the layer, as those of the call

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "c_api/arguments.hpp"
-#include "syncbn/version.hpp"
+#include "syncbn/version.h"
 
 // Errors and executors of the C interface.
 namespace syncbn::c_api {
@@ -22,11 +22,6 @@ namespace {
 std::optional<Error>& last_error() {
   thread_local std::optional<Error> error;
   return error;
-}
-
-syncbn_status keep(syncbn_status status, const Error& error) noexcept {
-  last_error() = error;
-  return status;
 }
 
 syncbn_status keep(syncbn_status status, const char* text) noexcept {
@@ -41,17 +36,17 @@ syncbn_status keep(syncbn_status status, const char* text) noexcept {
 [[noreturn]] void raise(std::int32_t status, const std::string& text,
                         const std::vector<int>& ranks) {
   switch (status) {
-    case SYNCBN_INVALID_ARGUMENT:
+    case SYNCBN_STATUS_INVALID_ARGUMENT:
       throw InvalidArgument(text, ranks);
-    case SYNCBN_DIVERGENCE:
+    case SYNCBN_STATUS_DIVERGENCE:
       throw DivergenceError(text, ranks);
-    case SYNCBN_TIMEOUT:
+    case SYNCBN_STATUS_TIMEOUT:
       throw ExchangeTimeout(text, ranks);
-    case SYNCBN_PEER_LOST:
+    case SYNCBN_STATUS_PEER_LOST:
       throw PeerLost(text, ranks);
-    case SYNCBN_UNAVAILABLE:
+    case SYNCBN_STATUS_UNAVAILABLE:
       throw Unavailable(text, ranks);
-    case SYNCBN_OUT_OF_MEMORY:
+    case SYNCBN_STATUS_OUT_OF_MEMORY:
       throw std::bad_alloc();
     default:
       throw Error(text, ranks);
@@ -105,35 +100,27 @@ class CallbackExecutor final : public Executor {
 syncbn_status keep_exception() noexcept {
   try {
     throw;
-  } catch (const InvalidArgument& error) {
-    return keep(SYNCBN_INVALID_ARGUMENT, error);
-  } catch (const DivergenceError& error) {
-    return keep(SYNCBN_DIVERGENCE, error);
-  } catch (const ExchangeTimeout& error) {
-    return keep(SYNCBN_TIMEOUT, error);
-  } catch (const PeerLost& error) {
-    return keep(SYNCBN_PEER_LOST, error);
-  } catch (const Unavailable& error) {
-    return keep(SYNCBN_UNAVAILABLE, error);
   } catch (const Error& error) {
-    return keep(SYNCBN_ERROR, error);
+    last_error() = error;
+    static_assert(static_cast<int>(ErrorKind::kUnavailable) == SYNCBN_STATUS_UNAVAILABLE);
+    return static_cast<syncbn_status>(error.kind());
   } catch (const std::bad_alloc&) {
-    return keep(SYNCBN_OUT_OF_MEMORY, "out of memory");
+    return keep(SYNCBN_STATUS_OUT_OF_MEMORY, "out of memory");
   } catch (const std::exception& error) {
-    return keep(SYNCBN_ERROR, error.what());
+    return keep(SYNCBN_STATUS_ERROR, error.what());
   } catch (...) {
-    return keep(SYNCBN_ERROR, "an exception of an unknown type");
+    return keep(SYNCBN_STATUS_ERROR, "an exception of an unknown type");
   }
 }
 
 void clear_last_error() { last_error().reset(); }
 
 void raise_unless_ok(const char* name, std::int32_t status) {
-  if (status == SYNCBN_OK) {
+  if (status == SYNCBN_STATUS_OK) {
     return;
   }
   const std::string unnamed =
-      std::string(name) + ": got status " + std::to_string(status) + ", expected SYNCBN_OK";
+      std::string(name) + ": got status " + std::to_string(status) + ", expected SYNCBN_STATUS_OK";
   const Error error = last_error().value_or(Error(unnamed));
   raise(status, error.what(), error.ranks());
 }

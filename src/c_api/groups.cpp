@@ -3,9 +3,11 @@
 
 #include <chrono>
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 
 #include "c_api/arguments.hpp"
 #include "syncbn/shared_memory.hpp"
@@ -52,16 +54,38 @@ class Callbacks final : public Communicator {
       given_.abandon(given_.user_data, reason.c_str());
     }
   }
+  void reset() {
+    if (given_.reset != nullptr) {
+      raise_unless_ok("communicator.reset", [&] { return given_.reset(given_.user_data); });
+    }
+    begin_again();
+  }
 
  private:
   const syncbn_communicator given_;
 };
 
-std::int32_t sum_of_one(void*, std::int64_t*, std::int64_t) { return SYNCBN_OK; }
+std::int32_t sum_of_one(void*, std::int64_t*, std::int64_t) { return SYNCBN_STATUS_OK; }
 
 syncbn_communicator functions_of(Communicator& communicator) {
-  return {sizeof(syncbn_communicator), &communicator, communicator.rank(),
-          communicator.size(),         sum,           leave};
+  return {sizeof(syncbn_communicator),
+          &communicator,
+          communicator.rank(),
+          communicator.size(),
+          sum,
+          leave,
+          nullptr};
+}
+
+std::shared_ptr<Callbacks> callbacks_of(const syncbn_communicator& functions) {
+  try {
+    return std::make_shared<Callbacks>(functions);
+  } catch (const InvalidArgument& error) {
+    if (functions.abandon != nullptr) {  // the others would wait for a layer that is not there
+      functions.abandon(functions.user_data, error.what());
+    }
+    throw;
+  }
 }
 
 }  // namespace
@@ -82,20 +106,14 @@ std::shared_ptr<Communicator> communicator_of(const syncbn_communicator* given) 
     }
     return {std::shared_ptr<void>(), &own};
   }
-  try {
-    return std::make_shared<Callbacks>(functions);
-  } catch (const InvalidArgument& error) {
-    if (functions.abandon != nullptr) {  // the others would wait for a layer that is not there
-      functions.abandon(functions.user_data, error.what());
-    }
-    throw;
-  }
+  return callbacks_of(functions);
 }
 
-syncbn_group* group_of(std::shared_ptr<Communicator> communicator) {
+syncbn_group* group_of(std::shared_ptr<Communicator> communicator, std::function<void()> reset) {
   auto group = std::make_unique<syncbn_group>();
   group->ends.push_back(functions_of(*communicator));
   group->owner = std::move(communicator);
+  group->reset = std::move(reset);
   return group.release();
 }
 
@@ -114,6 +132,7 @@ syncbn_status syncbn_thread_group_create(int32_t size, int64_t timeout, syncbn_g
       made->ends.push_back(functions_of(threads->rank(r)));
     }
     made->owner = threads;
+    made->reset = [group = threads.get()] { group->reset(); };
     out = made.release();
   });
 }
@@ -126,26 +145,37 @@ syncbn_status syncbn_shared_memory_group_create(int32_t rank, int32_t size, sync
     if (gather == nullptr) {
       refuse("gather", "NULL", "a function");
     }
-    auto opened = SharedMemoryGroup::create(
-        rank, size,
-        [&](std::span<const std::byte> mine, std::span<std::byte> all) {
-          raise_unless_ok("gather", [&] {
-            return gather(user_data, mine.data(), static_cast<int64_t>(mine.size()), all.data());
-          });
-        },
-        std::chrono::milliseconds(timeout));
+    const auto by_caller = [=](std::span<const std::byte> mine, std::span<std::byte> all) {
+      raise_unless_ok("gather", [&] {
+        return gather(user_data, mine.data(), static_cast<int64_t>(mine.size()), all.data());
+      });
+    };
+    auto opened =
+        SharedMemoryGroup::create(rank, size, by_caller, std::chrono::milliseconds(timeout));
     if (opened.group == nullptr) {
       throw Unavailable(opened.why);
     }
-    out = group_of(std::move(opened.group));
+    SharedMemoryGroup* const made = opened.group.get();
+    out = group_of(std::move(opened.group), [=] { made->reset(by_caller); });
   });
+}
+
+syncbn_status syncbn_group_create(const syncbn_communicator* functions, syncbn_group** group) {
+  return guarded([&] {
+    const auto made = callbacks_of(sized("functions", functions));
+    required("group", group) = group_of(made, [group = made.get()] { group->reset(); });
+  });
+}
+
+syncbn_status syncbn_group_reset(syncbn_group* group) {
+  return guarded([&] { required("group", group).reset(); });
 }
 
 void syncbn_group_destroy(syncbn_group* group) { delete group; }
 
 const syncbn_communicator* syncbn_self_communicator(void) {
   static constexpr syncbn_communicator kSelf = {
-      sizeof(syncbn_communicator), nullptr, 0, 1, sum_of_one, nullptr};
+      sizeof(syncbn_communicator), nullptr, 0, 1, sum_of_one, nullptr, nullptr};
   return &kSelf;
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -11,6 +12,7 @@
 struct syncbn_group {
   std::shared_ptr<void> owner;  ///< of the communicators
   std::vector<syncbn_communicator> ends;
+  std::function<void()> reset;
 };
 
 namespace syncbn::c_api {
@@ -18,7 +20,8 @@ namespace syncbn::c_api {
 /// The communicator behind the functions of a group of the library's; else one that calls them.
 std::shared_ptr<Communicator> communicator_of(const syncbn_communicator* given);
 
-/// A group of which this process has one rank.
-SYNCBN_API syncbn_group* group_of(std::shared_ptr<Communicator> communicator);
+/// A group of which this process has one rank. reset: of the communicator.
+SYNCBN_API syncbn_group* group_of(std::shared_ptr<Communicator> communicator,
+                                  std::function<void()> reset);
 
 }  // namespace syncbn::c_api

@@ -68,7 +68,7 @@ BatchNorm::Backward backward_of(const syncbn_backward_arguments* given) {
           .dbias = tensor("dbias", a.dbias),
           .dresidual = tensor("dresidual", a.dresidual, kSampleAxes),
           .affine = enum_of("affine", a.affine, AffineGradients::kGlobal,
-                            "SYNCBN_SHARE or SYNCBN_GLOBAL")};
+                            "SYNCBN_AFFINE_GRADIENTS_SHARE or SYNCBN_AFFINE_GRADIENTS_GLOBAL")};
 }
 
 BatchNorm::Evaluate evaluate_of(const syncbn_evaluate_arguments* given) {

@@ -12,7 +12,8 @@ syncbn_status syncbn_mpi_group_create(int32_t communicator, int64_t timeout, syn
   using namespace syncbn;
   return c_api::guarded([&] {
     syncbn_group*& out = c_api::required("group", group);
-    out = c_api::group_of(std::make_shared<MpiCommunicator>(MpiHandle{communicator},
-                                                            std::chrono::milliseconds(timeout)));
+    const auto made = std::make_shared<MpiCommunicator>(MpiHandle{communicator},
+                                                        std::chrono::milliseconds(timeout));
+    out = c_api::group_of(made, [group = made.get()] { group->reset(); });
   });
 }

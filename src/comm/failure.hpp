@@ -34,9 +34,9 @@ struct Failure {
   /// Of an error of a rank that is called `who`.
   static Failure of(const Error& error, const std::string& who) {
     Kind kind = Kind::kLost;
-    if (dynamic_cast<const DivergenceError*>(&error) != nullptr) {
+    if (error.kind() == ErrorKind::kDivergence) {
       kind = Kind::kDivergence;
-    } else if (dynamic_cast<const ExchangeTimeout*>(&error) != nullptr) {
+    } else if (error.kind() == ErrorKind::kTimeout) {
       kind = Kind::kTimeout;
     }
     const std::string text = error.what();

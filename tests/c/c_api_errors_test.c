@@ -36,7 +36,7 @@ static void forward_of_rank(void* context, int rank) {
   o->change(&x, rank);
   EXPECT_OK(syncbn_saved_create(&x.saved));
   o->status[rank] = syncbn_batch_norm_create(&x.options, &communicator, &x.layer);
-  EXPECT((x.layer != NULL) == (o->status[rank] == SYNCBN_OK));
+  EXPECT((x.layer != NULL) == (o->status[rank] == SYNCBN_STATUS_OK));
   if (x.layer != NULL) {
     o->status[rank] =
         syncbn_batch_norm_forward(x.layer, x.f.x == NULL ? NULL : &x.f, x.saved, NULL);
@@ -54,7 +54,7 @@ static void forward_of_rank(void* context, int rank) {
 
 static void to_welford(fixture* x, int rank) {
   (void)rank;
-  x->options.statistics = SYNCBN_WELFORD;
+  x->options.statistics = SYNCBN_STATISTICS_WELFORD;
 }
 static void to_names(fixture* x, int rank) { x->options.name = rank == 1 ? "head" : "stem"; }
 static void to_bad_y(fixture* x, int rank) {
@@ -72,7 +72,7 @@ static void to_small_options(fixture* x, int rank) { x->options.struct_size -= r
 static void to_float64(fixture* x, int rank) {
   static double values[ELEMENTS], results[ELEMENTS];
   if (rank == 1) {
-    x->v.x.dtype = x->v.y.dtype = SYNCBN_FLOAT64;
+    x->v.x.dtype = x->v.y.dtype = SYNCBN_DTYPE_FLOAT64;
     x->v.x.data = values;
     x->v.y.data = results;
   }
@@ -90,7 +90,7 @@ static outcome* run_outcome(change_call* change) {
 static void welford_is_the_same_on_all_ranks(void) {
   outcome* o = run_outcome(to_welford);
   for (int r = 0; r < RANKS; ++r) {
-    EXPECT(o->status[r] == SYNCBN_OK);
+    EXPECT(o->status[r] == SYNCBN_STATUS_OK);
     EXPECT(memcmp(o->mean[r], o->mean[0], sizeof(o->mean[0])) == 0);
     int64_t counted = 0;
     for (int i = 0; i < SAMPLES * PLANE; ++i) {
@@ -107,7 +107,7 @@ static void different_calls_are_an_error_on_every_rank(void) {
   fill(&untouched);
   outcome* o = run_outcome(to_names);
   for (int r = 0; r < RANKS; ++r) {
-    EXPECT(o->status[r] == SYNCBN_DIVERGENCE);
+    EXPECT(o->status[r] == SYNCBN_STATUS_DIVERGENCE);
     EXPECT(strstr(o->text[r], "layer: stem on rank 0, head on rank 1") != NULL);
     EXPECT(strcmp(o->layer[r], r == 1 ? "head" : "stem") == 0);
     EXPECT(o->odd[r] == 1);
@@ -117,7 +117,7 @@ static void different_calls_are_an_error_on_every_rank(void) {
   /* Messages that do not fit: the callback has a code, no text. */
   o = run_outcome(to_float64);
   for (int r = 0; r < RANKS; ++r) {
-    EXPECT(o->status[r] == SYNCBN_DIVERGENCE);
+    EXPECT(o->status[r] == SYNCBN_STATUS_DIVERGENCE);
     EXPECT(strstr(o->text[r], "dtype: float32 on rank 0, float64 on rank 1") != NULL);
     EXPECT(strcmp(o->layer[r], "layer") == 0);
     EXPECT(o->odd[r] == 1);
@@ -130,9 +130,9 @@ static void expect_refused_on_rank_1(change_call* change, const char* text, cons
   step_memory untouched;
   fill(&untouched);
   outcome* o = run_outcome(change);
-  EXPECT(o->status[1] == SYNCBN_INVALID_ARGUMENT);
+  EXPECT(o->status[1] == SYNCBN_STATUS_INVALID_ARGUMENT);
   EXPECT(strncmp(o->text[1], text, strlen(text)) == 0);
-  EXPECT(o->status[0] == SYNCBN_PEER_LOST);
+  EXPECT(o->status[0] == SYNCBN_STATUS_PEER_LOST);
   EXPECT(strncmp(o->text[0], of_other, strlen(of_other)) == 0);
   EXPECT(o->odd[0] == 1);
   for (int r = 0; r < RANKS; ++r) {
@@ -144,7 +144,8 @@ static void expect_refused_on_rank_1(change_call* change, const char* text, cons
 /* torch.nn.SyncBatchNorm: the other ranks wait until the process group's timeout. */
 static void a_refused_argument_reaches_the_other_rank(void) {
 #define LOST "layer, call 0, forward, 3 channels, float32: rank 1 left: "
-  expect_refused_on_rank_1(to_bad_y, "layer, call 0, forward: y: got 77, expected SYNCBN_FLOAT16",
+  expect_refused_on_rank_1(to_bad_y,
+                           "layer, call 0, forward: y: got 77, expected SYNCBN_DTYPE_FLOAT16",
                            LOST "layer, call 0, forward: y: got 77");
   expect_refused_on_rank_1(to_no_arguments, "layer, call 0, forward: arguments: got NULL",
                            LOST "layer, call 0, forward: arguments: got NULL");
@@ -155,7 +156,7 @@ static void a_refused_argument_reaches_the_other_rank(void) {
                            LOST "options.struct_size: got ");
 }
 
-#define EXPECT_REFUSED(call, part) EXPECT_ERROR(call, SYNCBN_INVALID_ARGUMENT, part)
+#define EXPECT_REFUSED(call, part) EXPECT_ERROR(call, SYNCBN_STATUS_INVALID_ARGUMENT, part)
 
 /* A struct of another size than the library's. */
 static void expect_size_refused(syncbn_status status, const char* name, size_t got) {
@@ -229,8 +230,8 @@ static void refused_calls_of_a_layer(void) {
   EXPECT_REFUSED(syncbn_batch_norm_evaluate(x.layer, NULL, NULL),
                  "layer, evaluation: arguments: got NULL");
   x.e = evaluate_arguments(&x.v);
-  x.v.x.device = SYNCBN_CUDA; /* SYNCBN_UNAVAILABLE in a build without CUDA */
-  EXPECT(syncbn_batch_norm_evaluate(x.layer, &x.e, NULL) != SYNCBN_OK);
+  x.v.x.device = SYNCBN_DEVICE_CUDA; /* SYNCBN_STATUS_UNAVAILABLE in a build without CUDA */
+  EXPECT(syncbn_batch_norm_evaluate(x.layer, &x.e, NULL) != SYNCBN_STATUS_OK);
   EXPECT(strstr(syncbn_last_error(), "CUDA") != NULL);
   EXPECT_REFUSED(syncbn_batch_norm_create(&x.options, syncbn_self_communicator(), NULL),
                  "layer: got NULL");
@@ -248,15 +249,15 @@ static int32_t lost(void* user_data, int64_t* words, int64_t count) {
   (void)user_data, (void)words, (void)count;
   const int32_t gone = 1;
   syncbn_set_last_error("rank 1 is gone", &gone, -1);
-  return SYNCBN_PEER_LOST;
+  return SYNCBN_STATUS_PEER_LOST;
 }
 static int32_t late(void* user_data, int64_t* words, int64_t count) {
   (void)user_data, (void)words, (void)count;
-  return SYNCBN_TIMEOUT;
+  return SYNCBN_STATUS_TIMEOUT;
 }
 static int32_t no_memory(void* user_data, int64_t* words, int64_t count) {
   (void)user_data, (void)words, (void)count;
-  return SYNCBN_OUT_OF_MEMORY;
+  return SYNCBN_STATUS_OUT_OF_MEMORY;
 }
 
 static void keep_reason(void* user_data, const char* reason) { strncpy(user_data, reason, 199); }
@@ -282,7 +283,7 @@ static void bad_arguments(fixture* x) {
   (EXPECT_ERROR(forward((views), saved, (options), (group)), (code), (part)), \
    EXPECT(syncbn_saved_count(saved) == 0))
 #define FORWARD_REFUSED(views, options, group, part) \
-  FORWARD_FAILS(views, options, group, SYNCBN_INVALID_ARGUMENT, part)
+  FORWARD_FAILS(views, options, group, SYNCBN_STATUS_INVALID_ARGUMENT, part)
   FORWARD_REFUSED(&good, &options, NULL, "communicator: got NULL");
   FORWARD_REFUSED(&good, NULL, self, "options: got NULL");
   FORWARD_REFUSED(WITH(v.x.dtype = 4), &options, self, "x: got 4");
@@ -298,7 +299,7 @@ static void bad_arguments(fixture* x) {
                   "mask: got 2147483647 axes, expected 1 to 11 axes (N, spatial...)");
   FORWARD_REFUSED(WITH(v.x.sizes = NULL), &options, self, "x.sizes: got NULL");
   FORWARD_REFUSED(WITH(v.mask.device = 2), &options, self,
-                  "mask: got 2, expected SYNCBN_CPU or SYNCBN_CUDA");
+                  "mask: got 2, expected SYNCBN_DEVICE_CPU or SYNCBN_DEVICE_CUDA");
   options.activation.kind = 9;
   FORWARD_REFUSED(&good, &options, self, "activation: got 9");
   options = x->options;
@@ -313,8 +314,10 @@ static void bad_arguments(fixture* x) {
   FORWARD_REFUSED(&good, &fresh, self, "channels: got none, expected 0 to 2^31");
   options = x->options;
 
-  EXPECT_REFUSED(backward(x, &good, 7), "affine: got 7, expected SYNCBN_SHARE or SYNCBN_GLOBAL");
-  EXPECT_REFUSED(backward(x, WITH(v.x.data = x->m.dy), SYNCBN_SHARE),
+  EXPECT_REFUSED(
+      backward(x, &good, 7),
+      "affine: got 7, expected SYNCBN_AFFINE_GRADIENTS_SHARE or SYNCBN_AFFINE_GRADIENTS_GLOBAL");
+  EXPECT_REFUSED(backward(x, WITH(v.x.data = x->m.dy), SYNCBN_AFFINE_GRADIENTS_SHARE),
                  "x: got other memory than the forward did, expected the same x");
   syncbn_backward_arguments unmasked = x->b;
   unmasked.mask = NULL;
@@ -350,17 +353,17 @@ static void bad_arguments(fixture* x) {
   odd = *self;
   odd.size = 2;
   odd.all_reduce_sum = no_memory;
-  FORWARD_FAILS(&good, &options, &odd, SYNCBN_OUT_OF_MEMORY, "out of memory");
+  FORWARD_FAILS(&good, &options, &odd, SYNCBN_STATUS_OUT_OF_MEMORY, "out of memory");
   odd.all_reduce_sum = fails_oddly;
-  FORWARD_FAILS(&good, &options, &odd, SYNCBN_ERROR, "the network is down");
+  FORWARD_FAILS(&good, &options, &odd, SYNCBN_STATUS_ERROR, "the network is down");
   EXPECT(syncbn_last_error_ranks(NULL) == 0);
   odd.all_reduce_sum = lost;
-  FORWARD_FAILS(&good, &options, &odd, SYNCBN_PEER_LOST, "rank 1 is gone");
+  FORWARD_FAILS(&good, &options, &odd, SYNCBN_STATUS_PEER_LOST, "rank 1 is gone");
   odd.all_reduce_sum = late;
   syncbn_batch_norm* of_two = NULL;
   EXPECT_OK(syncbn_batch_norm_create(&options, &odd, &of_two));
-  EXPECT_ERROR(syncbn_batch_norm_backward(of_two, &x->b, x->saved, NULL), SYNCBN_TIMEOUT,
-               "communicator.all_reduce_sum: got status 4, expected SYNCBN_OK");
+  EXPECT_ERROR(syncbn_batch_norm_backward(of_two, &x->b, x->saved, NULL), SYNCBN_STATUS_TIMEOUT,
+               "communicator.all_reduce_sum: got status 4, expected SYNCBN_STATUS_OK");
   syncbn_batch_norm_destroy(of_two);
   syncbn_saved_destroy(saved);
 
@@ -390,7 +393,7 @@ static void bad_arguments_change_nothing_exact(void) {
       }
       x->f.num_batches_tracked = &tracked[i];
     }
-    EXPECT_OK(backward(x, &x->v, SYNCBN_SHARE));
+    EXPECT_OK(backward(x, &x->v, SYNCBN_AFFINE_GRADIENTS_SHARE));
     EXPECT_OK(syncbn_batch_norm_evaluate(x->layer, &x->e, NULL));
     destroy_fixture(x);
     EXPECT(tracked[i] == 8);

@@ -114,9 +114,9 @@ static void momentum_exact(void) {
   x.options.momentum = 0.9;
   make_layer(&x, syncbn_self_communicator());
   EXPECT_OK(syncbn_batch_norm_set_momentum(x.layer, wanted, 0));
-  EXPECT_ERROR(syncbn_batch_norm_set_momentum(x.layer, 2, 0), SYNCBN_INVALID_ARGUMENT,
+  EXPECT_ERROR(syncbn_batch_norm_set_momentum(x.layer, 2, 0), SYNCBN_STATUS_INVALID_ARGUMENT,
                "momentum: got 2, expected a number in [0, 1]");
-  EXPECT_ERROR(syncbn_batch_norm_set_momentum(NULL, wanted, 0), SYNCBN_INVALID_ARGUMENT,
+  EXPECT_ERROR(syncbn_batch_norm_set_momentum(NULL, wanted, 0), SYNCBN_STATUS_INVALID_ARGUMENT,
                "layer: got NULL");
   EXPECT_OK(syncbn_batch_norm_forward(x.layer, &x.f, x.saved, NULL));
   EXPECT(memcmp(x.m.running_mean, expected.running_mean, sizeof(x.m.running_mean)) == 0);
@@ -204,27 +204,30 @@ static void shared_memory_group_exact(void) {
 static int32_t gathers_nothing(void* user_data, const void* in, int64_t bytes, void* out) {
   (void)user_data, (void)in, (void)bytes, (void)out;
   syncbn_set_last_error("no way to the others", NULL, 0);
-  return SYNCBN_PEER_LOST;
+  return SYNCBN_STATUS_PEER_LOST;
 }
 
 static int32_t gathers_zeros(void* user_data, const void* in, int64_t bytes, void* out) {
   (void)user_data, (void)in;
   memset(out, 0, (size_t)(RANKS * bytes));
   ((char*)out)[bytes] = 'x';
-  return SYNCBN_OK;
+  return SYNCBN_STATUS_OK;
 }
 
 static void groups_that_cannot_be_made(void) {
   syncbn_group* g = NULL;
-  EXPECT_ERROR(syncbn_thread_group_create(0, 1, &g), SYNCBN_INVALID_ARGUMENT, "ranks: got 0");
-  EXPECT_ERROR(syncbn_thread_group_create(2, 0, &g), SYNCBN_INVALID_ARGUMENT, "timeout: got 0 ms");
-  EXPECT_ERROR(syncbn_thread_group_create(2, 1, NULL), SYNCBN_INVALID_ARGUMENT, "group: got NULL");
+  EXPECT_ERROR(syncbn_thread_group_create(0, 1, &g), SYNCBN_STATUS_INVALID_ARGUMENT,
+               "ranks: got 0");
+  EXPECT_ERROR(syncbn_thread_group_create(2, 0, &g), SYNCBN_STATUS_INVALID_ARGUMENT,
+               "timeout: got 0 ms");
+  EXPECT_ERROR(syncbn_thread_group_create(2, 1, NULL), SYNCBN_STATUS_INVALID_ARGUMENT,
+               "group: got NULL");
   EXPECT_ERROR(syncbn_shared_memory_group_create(0, RANKS, NULL, NULL, 1, &g),
-               SYNCBN_INVALID_ARGUMENT, "gather: got NULL");
+               SYNCBN_STATUS_INVALID_ARGUMENT, "gather: got NULL");
   EXPECT_ERROR(syncbn_shared_memory_group_create(0, RANKS, gathers_nothing, NULL, 1, &g),
-               SYNCBN_PEER_LOST, "no way to the others");
+               SYNCBN_STATUS_PEER_LOST, "no way to the others");
   EXPECT_ERROR(syncbn_shared_memory_group_create(0, RANKS, gathers_zeros, NULL, 1, &g),
-               SYNCBN_UNAVAILABLE, "rank 1: x");
+               SYNCBN_STATUS_UNAVAILABLE, "rank 1: x");
   EXPECT(g == NULL);
   syncbn_group_destroy(NULL);
 
@@ -235,7 +238,7 @@ static void groups_that_cannot_be_made(void) {
   syncbn_communicator end = *syncbn_group_rank(g, 0);
   end.abandon = NULL;
   make_layer(&x, &end);
-  EXPECT_ERROR(syncbn_batch_norm_forward(x.layer, &x.f, x.saved, NULL), SYNCBN_TIMEOUT,
+  EXPECT_ERROR(syncbn_batch_norm_forward(x.layer, &x.f, x.saved, NULL), SYNCBN_STATUS_TIMEOUT,
                "rank 1 did not come");
   const int32_t* ranks = NULL;
   EXPECT(syncbn_last_error_ranks(&ranks) == 1 && ranks[0] == 1);
@@ -253,16 +256,16 @@ static void group_gone_before_its_layer(void) {
   make_layer(&x, syncbn_group_rank(group, 0));
   EXPECT_OK(syncbn_batch_norm_forward(x.layer, &x.f, x.saved, NULL));
   syncbn_group_destroy(group);
-  EXPECT_ERROR(syncbn_batch_norm_backward(x.layer, &x.b, x.saved, NULL), SYNCBN_INVALID_ARGUMENT,
-               "communicator: got one that is gone");
-  EXPECT_ERROR(syncbn_batch_norm_forward(x.layer, &x.f, x.saved, NULL), SYNCBN_INVALID_ARGUMENT,
-               "communicator: got one that is gone");
+  EXPECT_ERROR(syncbn_batch_norm_backward(x.layer, &x.b, x.saved, NULL),
+               SYNCBN_STATUS_INVALID_ARGUMENT, "communicator: got one that is gone");
+  EXPECT_ERROR(syncbn_batch_norm_forward(x.layer, &x.f, x.saved, NULL),
+               SYNCBN_STATUS_INVALID_ARGUMENT, "communicator: got one that is gone");
   x.f.y = NULL;
   x.b.dy = NULL;
-  EXPECT_ERROR(syncbn_batch_norm_forward(x.layer, &x.f, x.saved, NULL), SYNCBN_INVALID_ARGUMENT,
-               "communicator: got one that is gone");
-  EXPECT_ERROR(syncbn_batch_norm_backward(x.layer, &x.b, x.saved, NULL), SYNCBN_INVALID_ARGUMENT,
-               "dy: got NULL");
+  EXPECT_ERROR(syncbn_batch_norm_forward(x.layer, &x.f, x.saved, NULL),
+               SYNCBN_STATUS_INVALID_ARGUMENT, "communicator: got one that is gone");
+  EXPECT_ERROR(syncbn_batch_norm_backward(x.layer, &x.b, x.saved, NULL),
+               SYNCBN_STATUS_INVALID_ARGUMENT, "dy: got NULL");
   destroy_fixture(&x);
 }
 
@@ -292,7 +295,8 @@ static void evaluation_exact(void) {
   EXPECT(x.m.dx[0] != 0 && x.m.dweight[0] != 0);
   EXPECT_SAME(&x.m, &expected);
   e.running_mean = NULL;
-  EXPECT_ERROR(syncbn_batch_norm_evaluate_backward(x.layer, &e, NULL), SYNCBN_INVALID_ARGUMENT,
+  EXPECT_ERROR(syncbn_batch_norm_evaluate_backward(x.layer, &e, NULL),
+               SYNCBN_STATUS_INVALID_ARGUMENT,
                "layer, backward of an evaluation, 3 channels, float32: running_mean, running_var: "
                "got only one");
   destroy_fixture(&x);
@@ -342,6 +346,7 @@ int main(void) {
   evaluation_exact();
   strides_exact();
   test_errors();
+  test_reset();
   if (failures == 0) {
     printf("all tests passed\n");
   }

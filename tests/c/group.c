@@ -66,35 +66,35 @@ static int32_t group_open(const end* mine, const void* in, int64_t bytes) {
   g->bytes[mine->rank] = bytes;
   if (meet(g)) {
     syncbn_set_last_error(g->left, &g->gone, 1);
-    return SYNCBN_PEER_LOST;
+    return SYNCBN_STATUS_PEER_LOST;
   }
-  return SYNCBN_OK;
+  return SYNCBN_STATUS_OK;
 }
 
 int32_t group_gather(void* user_data, const void* in, int64_t bytes, void* out) {
   const end* mine = user_data;
   group* g = mine->g;
   const int32_t status = group_open(mine, in, bytes);
-  if (status != SYNCBN_OK) {
+  if (status != SYNCBN_STATUS_OK) {
     return status;
   }
   for (int r = 0; r < RANKS; ++r) {
     memcpy((char*)out + r * bytes, g->brought[r], (size_t)bytes);
   }
   meet(g);
-  return SYNCBN_OK;
+  return SYNCBN_STATUS_OK;
 }
 
 static int32_t all_reduce_sum(void* user_data, int64_t* words, int64_t count) {
   const end* mine = user_data;
   group* g = mine->g;
   const int32_t status = group_open(mine, words, count * (int64_t)sizeof(int64_t));
-  if (status != SYNCBN_OK) {
+  if (status != SYNCBN_STATUS_OK) {
     return status;
   }
   if (g->bytes[0] != g->bytes[1]) {
     meet(g);
-    return SYNCBN_DIVERGENCE; /* without a text */
+    return SYNCBN_STATUS_DIVERGENCE; /* without a text */
   }
   uint64_t* sum = malloc((size_t)count * sizeof(uint64_t) + 1);
   for (int64_t i = 0; i < count; ++i) {
@@ -106,7 +106,7 @@ static int32_t all_reduce_sum(void* user_data, int64_t* words, int64_t count) {
   meet(g); /* nobody reads the words any more */
   memcpy(words, sum, (size_t)count * sizeof(uint64_t));
   free(sum);
-  return SYNCBN_OK;
+  return SYNCBN_STATUS_OK;
 }
 
 static void leave(void* user_data, const char* reason) {
@@ -119,13 +119,24 @@ static void leave(void* user_data, const char* reason) {
   pthread_mutex_unlock(&g->mutex);
 }
 
+/* Every rank's call has ended, so one of them may forget why the group broke. */
+static int32_t forget(void* user_data) {
+  const end* mine = user_data;
+  pthread_mutex_lock(&mine->g->mutex);
+  mine->g->left[0] = '\0';
+  mine->g->arrived = 0;
+  pthread_mutex_unlock(&mine->g->mutex);
+  return SYNCBN_STATUS_OK;
+}
+
 syncbn_communicator group_rank(group* g, int rank) {
   const syncbn_communicator communicator = {.struct_size = sizeof(communicator),
                                             .user_data = &g->ends[rank],
                                             .rank = rank,
                                             .size = RANKS,
                                             .all_reduce_sum = all_reduce_sum,
-                                            .abandon = leave};
+                                            .abandon = leave,
+                                            .reset = forget};
   return communicator;
 }
 

@@ -49,8 +49,9 @@ void view(views* v, step_memory* m, int first, int last) {
   v->sizes[0] = v->mask_sizes[0] = last - first;
   v->sizes[1] = v->channels = CHANNELS;
   v->sizes[2] = v->mask_sizes[1] = PLANE;
-  const syncbn_tensor samples = {NULL, SYNCBN_FLOAT32, SYNCBN_CPU, 3, v->sizes, NULL};
-  const syncbn_tensor entries = {NULL, SYNCBN_FLOAT32, SYNCBN_CPU, 1, &v->channels, NULL};
+  const syncbn_tensor samples = {NULL, SYNCBN_DTYPE_FLOAT32, SYNCBN_DEVICE_CPU, 3, v->sizes, NULL};
+  const syncbn_tensor entries = {NULL, SYNCBN_DTYPE_FLOAT32, SYNCBN_DEVICE_CPU,
+                                 1,    &v->channels,         NULL};
   v->x = v->dy = v->y = v->dx = v->evaluated = v->residual = v->dresidual = samples;
   const int at = first * CHANNELS * PLANE;
   v->x.data = m->x + at;
@@ -68,7 +69,7 @@ void view(views* v, step_memory* m, int first, int last) {
   v->running_mean.data = m->running_mean;
   v->running_var.data = m->running_var;
   v->mask.data = m->mask + first * PLANE;
-  v->mask.device = SYNCBN_CPU;
+  v->mask.device = SYNCBN_DEVICE_CPU;
   v->mask.ndim = 2;
   v->mask.sizes = v->mask_sizes;
   v->num_batches_tracked = NULL;
@@ -80,7 +81,7 @@ syncbn_batch_norm_options options_of_reference(void) {
   options.name = "layer";
   options.eps = 1e-3;
   options.momentum = 0.3;
-  options.activation.kind = SYNCBN_LEAKY_RELU;
+  options.activation.kind = SYNCBN_ACTIVATION_LEAKY_RELU;
   options.activation.negative_slope = 0.2;
   return options;
 }
@@ -108,7 +109,7 @@ syncbn_backward_arguments backward_arguments(const views* v) {
                                                .dx = &v->dx,
                                                .dweight = &v->dweight,
                                                .dbias = &v->dbias,
-                                               .affine = SYNCBN_GLOBAL};
+                                               .affine = SYNCBN_AFFINE_GRADIENTS_GLOBAL};
   return arguments;
 }
 
@@ -129,8 +130,8 @@ syncbn_status forward(const views* v, syncbn_saved* saved, const syncbn_batch_no
   const syncbn_forward_arguments arguments = forward_arguments(v);
   syncbn_batch_norm* layer = NULL;
   syncbn_status status = syncbn_batch_norm_create(options, communicator, &layer);
-  EXPECT((layer != NULL) == (status == SYNCBN_OK));
-  if (status == SYNCBN_OK) {
+  EXPECT((layer != NULL) == (status == SYNCBN_STATUS_OK));
+  if (status == SYNCBN_STATUS_OK) {
     status = syncbn_batch_norm_forward(layer, &arguments, saved, NULL);
   }
   syncbn_batch_norm_destroy(layer);

@@ -12,7 +12,7 @@ enum { FIRST = 2 }; /* samples of rank 0 */
 extern int failures;
 void expect(int ok, const char* text, const char* file, int line);
 #define EXPECT(condition) expect((condition), #condition, __FILE__, __LINE__)
-#define EXPECT_OK(call) expect((call) == SYNCBN_OK, #call, __FILE__, __LINE__)
+#define EXPECT_OK(call) expect((call) == SYNCBN_STATUS_OK, #call, __FILE__, __LINE__)
 
 /* The call fails with this code, and the text holds this part. */
 void expect_error(syncbn_status status, syncbn_status wanted, const char* part, const char* file,
@@ -78,7 +78,8 @@ void reference_step(step_memory* m, int residual);
 /* The backward of an evaluation with these running statistics: dx, dweight and dbias. */
 void reference_evaluate_backward(step_memory* m);
 
-/* In c_api_errors_test.c. */
+/* In c_api_errors_test.c and c_api_reset_test.c. */
 void test_errors(void);
+void test_reset(void);
 
 #endif /* SYNCBN_TESTS_C_STEP_H */

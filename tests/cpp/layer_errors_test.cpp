@@ -13,6 +13,7 @@
 #include "small_step.hpp"
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
+#include "syncbn/c_api.h"
 
 // What syncbn/error.hpp promises of the errors of a layer.
 namespace syncbn::testing {
@@ -109,6 +110,18 @@ TEST(LayerErrors, KeepTheFirstLayerAndTheRanks) {
   EXPECT_EQ(error.ranks(), (std::vector<int>{2, 5}));
   EXPECT_STREQ(before.what(), "text");
   EXPECT_EQ(before.layer(), "");
+}
+
+TEST(LayerErrors, HaveAKindWithTheNumberOfC) {
+  Error copies[] = {Error("text"),           InvalidArgument("text"), DivergenceError("text"),
+                    ExchangeTimeout("text"), PeerLost("text"),        Unavailable("text")};
+  const syncbn_status codes[] = {SYNCBN_STATUS_ERROR,      SYNCBN_STATUS_INVALID_ARGUMENT,
+                                 SYNCBN_STATUS_DIVERGENCE, SYNCBN_STATUS_TIMEOUT,
+                                 SYNCBN_STATUS_PEER_LOST,  SYNCBN_STATUS_UNAVAILABLE};
+  for (std::size_t i = 0; i < std::size(copies); ++i) {
+    copies[i].set_layer("bn", "bn, call 3");
+    EXPECT_EQ(static_cast<int>(copies[i].kind()), codes[i]);
+  }
 }
 
 TEST(LayerErrors, OfADivergenceNameTheLayersAndTheRanksThatDiffer) {

@@ -186,7 +186,9 @@ class Argument {
     std::int64_t low = 0;
     std::int64_t high = 0;
     if (accepted && !no_data && !has_no_elements() && ndim > 0 && extent(low, high)) {
-      const std::int64_t width = dtype == SYNCBN_FLOAT64 ? 8 : dtype == SYNCBN_FLOAT32 ? 4 : 2;
+      const std::int64_t width = dtype == SYNCBN_DTYPE_FLOAT64   ? 8
+                                 : dtype == SYNCBN_DTYPE_FLOAT32 ? 4
+                                                                 : 2;
       memory_.reset(new char[static_cast<std::size_t>((high - low + 1) * width)]);
       std::fill_n(memory_.get(), (high - low + 1) * width, 0x3c);
       data = memory_.get() - low * width;

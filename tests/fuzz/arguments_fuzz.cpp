@@ -20,18 +20,18 @@ namespace {
 
 void expect(syncbn_status status, bool accepted, bool may_diverge = false) {
   const std::string text = syncbn_last_error();
-  if (status == SYNCBN_OK || (may_diverge && status == SYNCBN_DIVERGENCE)) {
+  if (status == SYNCBN_STATUS_OK || (may_diverge && status == SYNCBN_STATUS_DIVERGENCE)) {
     require(accepted, "arguments that should be refused were accepted");
     return;
   }
   if (accepted) {
     fail("refused: " + text);
   }
-  if (status == SYNCBN_INVALID_ARGUMENT) {
+  if (status == SYNCBN_STATUS_INVALID_ARGUMENT) {
     if (text.find(": got ") == std::string::npos || text.find(", expected ") == std::string::npos) {
       fail("an unclear text: " + text);
     }
-  } else if (status != SYNCBN_UNAVAILABLE || text.find("CUDA") == std::string::npos) {
+  } else if (status != SYNCBN_STATUS_UNAVAILABLE || text.find("CUDA") == std::string::npos) {
     fail("status " + std::to_string(status) + ": " + text);
   }
 }
@@ -45,7 +45,8 @@ double number(Bytes& bytes, double usual) {
 }
 
 bool good_activation(const syncbn_activation& a) {
-  return is_member(a.kind, 3) && (a.kind != SYNCBN_LEAKY_RELU || std::isfinite(a.negative_slope));
+  return is_member(a.kind, 3) &&
+         (a.kind != SYNCBN_ACTIVATION_LEAKY_RELU || std::isfinite(a.negative_slope));
 }
 bool good_eps(double eps) { return eps >= 0 && std::isfinite(eps); }
 
@@ -76,8 +77,8 @@ bool good_options(const syncbn_batch_norm_options& options, const Argument& x) {
 struct Layer {
   explicit Layer(const syncbn_batch_norm_options& options)
       : status(syncbn_batch_norm_create(&options, syncbn_self_communicator(), &layer)) {
-    require(syncbn_saved_create(&saved) == SYNCBN_OK, "an object was refused");
-    require((layer != nullptr) == (status == SYNCBN_OK), "a layer that was refused");
+    require(syncbn_saved_create(&saved) == SYNCBN_STATUS_OK, "an object was refused");
+    require((layer != nullptr) == (status == SYNCBN_STATUS_OK), "a layer that was refused");
   }
   ~Layer() {
     syncbn_batch_norm_destroy(layer);
@@ -116,7 +117,7 @@ struct Common {
   /// Nothing for a fuzzer; on CUDA a message is made before the device is refused.
   bool too_large(bool accepted) const {
     if (!accepted) {
-      return x.device == SYNCBN_CUDA && x.channels() > kMostElements;
+      return x.device == SYNCBN_DEVICE_CUDA && x.channels() > kMostElements;
     }
     return x.large() || other.large() || out.large() || residual.large() || weight.large() ||
            bias.large() || a.large() || b.large();
@@ -155,9 +156,9 @@ void forward(Bytes& bytes) {
       of.layer == nullptr ? of.status
                           : syncbn_batch_norm_forward(of.layer, &arguments, of.saved, nullptr);
   expect(status, accepted);
-  require(syncbn_saved_channels(of.saved) == (status == SYNCBN_OK ? c.x.channels() : 0),
+  require(syncbn_saved_channels(of.saved) == (status == SYNCBN_STATUS_OK ? c.x.channels() : 0),
           "statistics without a forward");
-  require(status == SYNCBN_OK || tracked == 3, "a refused forward counted");
+  require(status == SYNCBN_STATUS_OK || tracked == 3, "a refused forward counted");
 }
 
 /// Makes the forward that a backward with these arguments belongs to, or one of a batch of these
@@ -185,7 +186,7 @@ void fill(const Layer& of, const std::vector<std::int64_t>& sizes, std::int32_t 
     arguments.bias = accepted->bias;
     arguments.residual = accepted->dresidual == nullptr ? nullptr : accepted->x;
   }
-  require(syncbn_batch_norm_forward(of.layer, &arguments, of.saved, nullptr) == SYNCBN_OK,
+  require(syncbn_batch_norm_forward(of.layer, &arguments, of.saved, nullptr) == SYNCBN_STATUS_OK,
           syncbn_last_error());
 }
 

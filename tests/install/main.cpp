@@ -4,7 +4,7 @@
 #include <string_view>
 
 #include "syncbn/batch_norm.hpp"
-#include "syncbn/version.hpp"
+#include "syncbn/version.h"
 
 int main() {
   const float x[] = {1, 3};

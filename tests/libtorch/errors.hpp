@@ -17,36 +17,11 @@
 #include <utility>
 #include <vector>
 
+#include "models.hpp"
 #include "processes.hpp"
 
 // What ranks get when something is wrong: DIR/SCENARIO.RANK has a line per call, "ok" or
 // "Class: text".
-
-using syncbn::torch::ProcessGroupCommunicator;
-using syncbn::torch::SyncBatchNorm;
-using syncbn::torch::SyncBatchNormOptions;
-
-template <class Body>
-std::string outcome(const Body& body) {
-  try {
-    body();
-    return "ok";
-  } catch (const syncbn::DivergenceError& error) {
-    return std::string("DivergenceError: ") + error.what();
-  } catch (const syncbn::ExchangeTimeout& error) {
-    return std::string("ExchangeTimeout: ") + error.what();
-  } catch (const syncbn::PeerLost& error) {
-    return std::string("PeerLost: ") + error.what();
-  } catch (const syncbn::InvalidArgument& error) {
-    return std::string("InvalidArgument: ") + error.what();
-  } catch (const c10::Error& error) {
-    return std::string("c10::Error: ") + error.what_without_backtrace();
-  } catch (const std::runtime_error& error) {
-    return std::string("runtime_error: ") + error.what();
-  }
-}
-
-using Lines = std::vector<std::string>;
 
 inline SyncBatchNorm new_layer(const Group& group, const char* name = "bn", int channels = 3,
                                std::chrono::seconds timeout = std::chrono::seconds(60)) {
@@ -308,6 +283,8 @@ inline bool write_errors(const std::string& folder) {
                                                      {"gone", {2, gone}},
                                                      {"alone", {1, alone}},
                                                      {"threads", {1, threads}},
+                                                     {"converted", {2, converted}},
+                                                     {"averaged", {2, averaged}},
                                                      {"communicator", {2, communicator}}};
   bool well = true;
   for (const auto& [name, scenario] : scenarios) {

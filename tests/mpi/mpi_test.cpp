@@ -112,17 +112,20 @@ TEST(Mpi, APartOfTheWorldIsAGroup) {
 TEST(Mpi, AGroupForC) {
   syncbn_group* group = nullptr;
   EXPECT_EQ(syncbn_mpi_group_create(MPI_Comm_c2f(MPI_COMM_WORLD), 60000, nullptr),
-            SYNCBN_INVALID_ARGUMENT);
+            SYNCBN_STATUS_INVALID_ARGUMENT);
   EXPECT_EQ(syncbn_mpi_group_create(MPI_Comm_c2f(MPI_COMM_NULL), 60000, &group),
-            SYNCBN_INVALID_ARGUMENT);
+            SYNCBN_STATUS_INVALID_ARGUMENT);
   EXPECT_TRUE(contains(syncbn_last_error(), "communicator: got MPI_COMM_NULL"));
-  ASSERT_EQ(syncbn_mpi_group_create(MPI_Comm_c2f(MPI_COMM_WORLD), 60000, &group), SYNCBN_OK);
+  ASSERT_EQ(syncbn_mpi_group_create(MPI_Comm_c2f(MPI_COMM_WORLD), 60000, &group), SYNCBN_STATUS_OK);
   const syncbn_communicator* end = syncbn_group_rank(group, world_rank());
   ASSERT_NE(end, nullptr);
-  std::int64_t words[] = {1, 5};
-  EXPECT_EQ(end->all_reduce_sum(end->user_data, words, 2), SYNCBN_OK);
-  EXPECT_EQ(words[0], world_size());
-  EXPECT_EQ(words[1], 5 * world_size());
+  for (int resets = 0; resets < 2; ++resets) {
+    std::int64_t words[] = {1, 5};
+    EXPECT_EQ(end->all_reduce_sum(end->user_data, words, 2), SYNCBN_STATUS_OK);
+    EXPECT_EQ(words[0], world_size());
+    EXPECT_EQ(words[1], 5 * world_size());
+    EXPECT_EQ(syncbn_group_reset(group), SYNCBN_STATUS_OK);
+  }
   syncbn_group_destroy(group);
 }
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CITATION.cff and the changelog say what version.hpp and pyproject.toml say."""
+"""CITATION.cff and the changelog say what version.h and pyproject.toml say."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 def test_citation_agrees_with_the_package() -> None:
     citation = yaml.safe_load((PROJECT / "CITATION.cff").read_text(encoding="utf-8"))
     package = (PROJECT / "pyproject.toml").read_text(encoding="utf-8")
-    header = (PROJECT / "include" / "syncbn" / "version.hpp").read_text(encoding="utf-8")
+    header = (PROJECT / "include" / "syncbn" / "version.h").read_text(encoding="utf-8")
     release = ".".join(re.findall(r"VERSION_(?:MAJOR|MINOR|PATCH) (\d+)", header))
     assert str(citation["version"]) == release
     changelog = (PROJECT / "CHANGELOG.md").read_text(encoding="utf-8")

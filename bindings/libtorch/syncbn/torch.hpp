@@ -3,15 +3,24 @@
 
 #include <ATen/ATen.h>
 #include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/moduledict.h>
+#include <torch/nn/modules/container/modulelist.h>
+#include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/pimpl.h>
 
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <ostream>
+#include <set>
 #include <string>
+#include <typeinfo>
 #include <utility>
+#include <vector>
 
 #include "syncbn/torch_autograd.hpp"
 
@@ -21,6 +30,7 @@ namespace syncbn::torch {
 
 namespace detail {
 inline constexpr const char* kUnnamed = "SyncBatchNorm";
+class Conversion;
 }  // namespace detail
 
 /// The options of torch::nn::BatchNormOptions, and the ranks that share statistics.
@@ -99,6 +109,20 @@ class SyncBatchNormImpl
   }
 
  private:
+  friend class detail::Conversion;
+
+  /// Takes the parameters of a plain layer, which an optimizer may hold, and its buffers' memory.
+  template <class Plain>
+  void take_tensors(const Plain& plain) {
+    parameters_["weight"] = weight = plain.weight;
+    parameters_["bias"] = bias = plain.bias;
+    if (plain.running_mean.defined()) {
+      running_mean.set_data(plain.running_mean);
+      running_var.set_data(plain.running_var);
+      num_batches_tracked.set_data(plain.num_batches_tracked);
+    }
+  }
+
   /// Returns the layer. It is made in the first training forward, and made again if options change
   /// that the ranks must share.
   detail::Layer& layer() {
@@ -201,6 +225,143 @@ inline void name_layers(::torch::nn::Module& model, const std::string& prefix = 
       layer->options.layer_name(item.key());
     }
   }
+}
+
+namespace detail {
+
+/// A model's batch norms, and their places in containers, which are all that can be written to: a
+/// member of another class is that class's own.
+class Conversion {
+ public:
+  using Module = ::torch::nn::Module;
+
+  explicit Conversion(c10::intrusive_ptr<c10d::ProcessGroup> group) : group_(std::move(group)) {}
+
+  void look(Module& model, const std::string& prefix) {
+    if (like_batch_norm(model)) {
+      members_ = "the whole model";
+    }
+    look_into(model, prefix);
+  }
+
+  std::size_t replace() const {
+    if (!members_.empty()) {
+      refuse("model", "batch norms outside of containers: " + members_,
+             "each in a Sequential, ModuleList or ModuleDict, or declared as "
+             "syncbn::torch::SyncBatchNorm");
+    }
+    for (const auto& step : plan_) {
+      step();
+    }
+    return made_.size();
+  }
+
+ private:
+  using Made = std::shared_ptr<SyncBatchNormImpl>;
+
+  void look_into(Module& parent, const std::string& path) {
+    if (!seen_.insert(&parent).second) {
+      return;
+    }
+    for (const auto& child : parent.named_children()) {
+      const std::string place = path.empty() ? child.key() : path + "." + child.key();
+      const Made made = like_batch_norm(*child.value());
+      if (!made) {
+        look_into(*child.value(), place);
+      } else if (!plan(parent, child.key(), child.value().get(), made)) {
+        members_ += (members_.empty() ? "" : ", ") + place;
+      }
+    }
+  }
+
+  /// Returns null for a module of another class.
+  Made like_batch_norm(const Module& module) {
+    return like_any<::torch::nn::BatchNorm1dImpl, ::torch::nn::BatchNorm2dImpl,
+                    ::torch::nn::BatchNorm3dImpl>(module);
+  }
+
+  template <class... Plain>
+  Made like_any(const Module& module) {
+    Made made;
+    (void)((typeid(module) == typeid(Plain) && (made = like(static_cast<const Plain&>(module)))) ||
+           ...);
+    return made;
+  }
+
+  template <class Plain>
+  Made like(const Plain& plain) {
+    Made& made = made_[&plain];  // a module with two places has one layer
+    if (!made) {
+      made = std::make_shared<SyncBatchNormImpl>(
+          SyncBatchNormOptions(plain.options.num_features())
+              .eps(plain.options.eps())
+              .momentum(plain.options.momentum())
+              .affine(plain.options.affine())
+              .track_running_stats(plain.options.track_running_stats())
+              .process_group(group_));
+      made->take_tensors(plain);
+      made->train(plain.is_training());
+    }
+    return made;
+  }
+
+  /// Returns whether the parent is a container.
+  bool plan(Module& parent, const std::string& key, const Module* plain, const Made& made) {
+    if (auto* const sequential = parent.as<::torch::nn::SequentialImpl>()) {
+      plan_.emplace_back([=] {
+        for (::torch::nn::AnyModule& any : *sequential) {
+          if (any.ptr().get() == plain) {
+            any = ::torch::nn::AnyModule(made);
+          }
+        }
+      });
+    } else if (auto* const list = parent.as<::torch::nn::ModuleListImpl>()) {
+      plan_.emplace_back([=] {
+        for (std::shared_ptr<Module>& module : *list) {
+          if (module.get() == plain) {
+            module = made;
+          }
+        }
+      });
+    } else if (auto* const dict = parent.as<::torch::nn::ModuleDictImpl>()) {
+      plan_.emplace_back([=] {
+        for (auto& item : *dict) {
+          if (item.value().get() == plain) {
+            item.value() = made;
+          }
+        }
+      });
+    } else {
+      return false;
+    }
+    plan_.emplace_back([&parent, key, made] { parent.replace_module(key, made); });
+    return true;
+  }
+
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::set<const Module*> seen_;
+  std::map<const Module*, Made> made_;
+  std::vector<std::function<void()>> plan_;
+  std::string members_;
+};
+
+}  // namespace detail
+
+/// Replaces every torch::nn::BatchNorm1d, 2d and 3d in the Sequential, ModuleList and ModuleDict
+/// containers of a model by a SyncBatchNorm over the group, and names the layers as name_layers
+/// does. Returns how many it replaced. Options and mode stay. Parameters are the same tensors, so
+/// an optimizer may be made before. Call it with the same model on all ranks.
+///
+/// LibTorch gives no way to replace a layer that is a member of another class, or the whole model.
+/// If there is one, this throws InvalidArgument with the paths, and changes nothing.
+inline std::size_t convert(::torch::nn::Module& model,
+                           c10::intrusive_ptr<c10d::ProcessGroup> process_group,
+                           const std::string& prefix = {}) {
+  detail::Conversion conversion(std::move(process_group));
+  conversion.look(model, prefix);
+  const std::size_t replaced = conversion.replace();
+  name_layers(model, prefix);
+  return replaced;
 }
 
 }  // namespace syncbn::torch

@@ -1,16 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // A program without exceptions compiles with every header of the library. Nobody runs it.
-#include "syncbn/batch_norm.hpp"
-#include "syncbn/batch_norm_op.hpp"
 #include "syncbn/c_api.h"
-#include "syncbn/cuda_communicator.hpp"
-#include "syncbn/diagnosis.hpp"
 #include "syncbn/mpi.hpp"
 #include "syncbn/mpi_c_api.h"
 #include "syncbn/nccl.hpp"
-#include "syncbn/shared_memory.hpp"
-#include "syncbn/step.hpp"
-#include "syncbn/version.hpp"
+#include "syncbn/syncbn.hpp"
 
 std::size_t step(const float* values, std::size_t count) {
   const std::span<const float> x(values, count);

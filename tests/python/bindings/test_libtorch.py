@@ -326,6 +326,47 @@ def test_layer_without_a_group(errors):
     ]
 
 
+def test_batch_norms_in_containers_are_replaced_exact(errors):
+    made = "syncbn::torch::SyncBatchNorm(3, eps={}, momentum={}, affine={}, track_running_stats={})"
+    layers = {
+        "net.body.inner.0": made.format("1e-05", "0.1", "false", "true"),
+        "net.list.0": made.format("1e-05", "0.1", "true", "false"),
+        "net.list.1": made.format("0.5", "None", "true", "true"),
+        "net.dict.norm": made.format("1e-05", "0.1", "true", "true") + ", evaluates",
+    }
+    # One layer in two places has one name.
+    told = ["net.body.first net.list.1 " + layers["net.list.1"]]
+    told += [f"{name} {name} {text}" for name, text in layers.items()]
+    refused = "InvalidArgument: model: got batch norms outside of containers: {}, expected "
+    refused += "each in a Sequential, ModuleList or ModuleDict, or declared as "
+    refused += "syncbn::torch::SyncBatchNorm"
+    for rank in (0, 1):
+        assert lines(errors, "converted", rank) == [
+            "4",
+            *told,
+            "same statistics",
+            "same output",
+            "2 batches",
+            "trained",
+            refused.format("norm"),
+            "unchanged",
+            refused.format("the whole model"),
+        ]
+
+
+def test_gradients_are_averaged_exact(errors):
+    """A gradient that only rank 1 has is a half of it; one that nobody has stays absent."""
+    for rank in (0, 1):
+        assert lines(errors, "averaged", rank) == [
+            "float 2 2",
+            "double 2 2",
+            "float 3 3",
+            "none",
+            "none",
+            "InvalidArgument: process_group: got none, expected a group",
+        ]
+
+
 def test_layer_over_any_communicator_exact(errors):
     text = "communicator: got one beside a process_group, expected one of the two"
     assert lines(errors, "threads", 0) == [

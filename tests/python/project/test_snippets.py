@@ -42,7 +42,7 @@ def is_covered(page: Path, block: Block) -> bool:
         "cpp": block.source is not None or name in test_docs.CPP_PAGES,
         "c++": name == "docs/libtorch.md",  # test_libtorch.py
         "c": block.source is not None,
-        "cmake": name == "docs/cpp.md",
+        "cmake": block.source is not None or name == "docs/cpp.md",
     }.get(block.kind, False)
 
 
@@ -71,7 +71,7 @@ def test_quotes_are_what_the_files_say(page):
             text = (PROJECT / block.source).read_text(encoding="utf-8")
             indented = (textwrap.indent(block.text, " " * n) for n in (0, 2, 4, 6, 8))
             assert any(f"\n{quote}" in text for quote in indented), block.text
-            kinds = {".c": "c", ".cpp": "cpp", ".py": "python"}
+            kinds = {".c": "c", ".cpp": "cpp", ".py": "python", ".txt": "cmake"}
             assert block.kind == kinds[Path(block.source).suffix]
 
 
