@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Latency of one all-reduce between the ranks of a node: threads, and processes with shared memory.
 //
-// bench_exchange [--rounds=3000] [--json=FILE]     (a tenth of the rounds first, to warm up)
+// bench_exchange [--rounds=3000] [--ranks=N] [--json=FILE]   (a tenth of the rounds first, to warm
+// up)
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -20,8 +21,8 @@
 
 namespace {
 
-constexpr int kMaxRanks = 8;
 using Times = syncbn::bench::ExchangeTimes;
+using syncbn::bench::kMostRanks;
 using syncbn::bench::measure_exchange;
 
 Times measure_threads(int ranks, std::size_t length, int rounds) {
@@ -40,7 +41,7 @@ Times measure_threads(int ranks, std::size_t length, int rounds) {
 /// Memory that forked processes share, where they gather their offers.
 struct Board {
   std::atomic<int> offered{0};
-  std::byte offers[kMaxRanks][syncbn::SharedMemoryOffer::kBytes];
+  std::byte offers[kMostRanks][syncbn::SharedMemoryOffer::kBytes];
 };
 
 Times measure_process(int rank, int ranks, Board& board, std::size_t length, int rounds) {
@@ -86,7 +87,7 @@ int main(int count, char** arguments) {
   const syncbn::bench::ExchangeOptions options(count, arguments);
   syncbn::bench::ExchangeRows rows;
   rows.print_heading(std::thread::hardware_concurrency());
-  for (const int ranks : {2, 4}) {
+  for (const int ranks : options.ranks) {
     for (const std::int64_t channels : syncbn::bench::kExchangeChannels) {
       const std::size_t length = syncbn::bench::exchange_words(channels);
       rows.add("threads", ranks, channels, measure_threads(ranks, length, options.rounds));

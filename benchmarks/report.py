@@ -3,9 +3,9 @@
 
 python benchmarks/report.py [RESULTS.json]
 
-Prints the tables and draws the plot beside the file. Without a file it takes docs/performance.json,
-which `make bench ARGS=--write` replaces, and makes the tables of docs/performance.md and of
-benchmarks/README.md anew, and the plot.
+Prints the tables and draws the plots beside the file. Without a file it takes
+docs/performance.json, which `make bench ARGS=--write` replaces, and makes the tables of
+docs/performance.md and of benchmarks/README.md anew, and the plots.
 """
 
 import json
@@ -21,7 +21,7 @@ from targets import OVER, SPEED_UPS, TARGETS, Target, case, figures
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGES = (DOCS / "performance.md", Path(__file__).with_name("README.md"))
 STORED = DOCS / "performance.json"
-PLOT = DOCS / "images" / "performance.png"
+PLOTS = [DOCS / "images" / name for name in ("performance.png", "exchange.png")]
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> str:
@@ -115,6 +115,12 @@ PIVOTS = {
         "engine",
         lambda row: f"{number(row['microseconds'][1])} / {number(row['p99'])}",
     ),
+    "curve": Pivot(
+        "One all-reduce by ranks: microseconds on a rank's processor / in all (median)",
+        ["channels", "engine"],
+        "ranks",
+        lambda row: f"{number(row['processor'])} / {number(row['microseconds'][1])}",
+    ),
     "threads": Pivot(
         "Time of two ranks that are threads over that of two threads that exchange nothing",
         ["shape"],
@@ -150,7 +156,7 @@ def pivot_table(results: dict, part: str) -> str:
     lines: dict[tuple, dict[str, str]] = {}
     for row in filter(includes, results.get(part, [])):
         key = tuple(shape_text(row[k]) if k == "shape" else str(row[k]) for k in keys)
-        lines.setdefault(key, {})[row[column].split(" (")[0]] = cell(row)
+        lines.setdefault(key, {})[str(row[column]).split(" (")[0]] = cell(row)
     columns = list(dict.fromkeys(c for line in lines.values() for c in line))
     rows = [[*key, *(line.get(c, "") for c in columns)] for key, line in lines.items()]
     head = [word.replace("_", " ") for word in (*keys, *columns)]
@@ -167,6 +173,11 @@ def machine_text(results: dict) -> str:
         f"Python {m['python']}; {m['build'] or 'no C++ programs'}.",
         f"The {results['form']} run of {m['date']} took {results['seconds']} seconds. The load was "
         f"{m['load']:.1f} before it and {m['load_after']:.1f} after it.",
+    ]
+    lines += [
+        f"The part `{part}` was measured at {run['date']} (commit {run['commit']}). The load was "
+        f"{run['load']:.1f} before it and {run['load_after']:.1f} after it."
+        for part, run in results.get("later", {}).items()
     ]
     return "\n".join(f"- {line}" for line in lines)
 
@@ -228,19 +239,54 @@ def draw(results: dict, path: Path) -> None:
     plt.close(figure)
 
 
+def draw_curve(rows: list[dict], path: Path) -> None:
+    """A rank's processor time and the time in all, by the number of ranks."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    channels, engines = (list(dict.fromkeys(r[k] for r in rows)) for k in ("channels", "engine"))
+    figure, axes = plt.subplots(
+        1, max(1, len(channels)), figsize=(11, 4), sharey=True, squeeze=False, layout="constrained"
+    )
+    for plot, count in zip(axes[0], channels):
+        for i, engine in enumerate(engines):
+            own = [r for r in rows if (r["channels"], r["engine"]) == (count, engine)]
+            ranks, style = [r["ranks"] for r in own], {"color": f"C{i}", "marker": "."}
+            plot.plot(ranks, [r["processor"] for r in own], label=engine, **style)
+            plot.plot(ranks, [r["microseconds"][1] for r in own], linestyle=":", alpha=0.5, **style)
+        plot.set(title=f"{count} channels", xlabel="ranks", xscale="log", yscale="log")
+        ticks = sorted({r["ranks"] for r in rows})
+        plot.set_xticks(ticks, ticks)
+        plot.minorticks_off()
+        plot.legend(frameon=False)
+    axes[0][0].set_ylabel("microseconds: of a rank's processor,\ndotted in all (median)")
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def merged(stored: dict, results: dict, parts: list[str]) -> dict:
+    """The stored results with these parts of a later run, and what is to be known of it."""
+    run = {key: results["machine"][key] for key in ("commit", "date", "load", "load_after")}
+    later = stored.get("later", {}) | dict.fromkeys(parts, run)
+    return stored | {"later": later} | {part: results[part] for part in parts}
+
+
 def report(results: dict, path: Path) -> None:
     """path: the results'."""
     for part, pivot in PIVOTS.items():
         print(f"\n{pivot.title}\n\n{pivot_table(results, part)}")
     print(f"\n{machine_text(results)}\n\n{targets_table(results)}\n")
-    plot = path.with_suffix(".png")
+    plots = [path.with_suffix(".png"), path.with_name(f"{path.stem}_exchange.png")]
     if path == STORED:
         for path_of_page in PAGES:
             path_of_page.write_text(page(path_of_page.read_text(), results))
-        plot = PLOT
+        plots = PLOTS
     try:
-        draw(results, plot)
-        print(f"results: {path}, plot: {plot}")
+        draw(results, plots[0])
+        draw_curve(results.get("curve", []), plots[1])
+        print(f"results: {path}, plots: {plots[0]}, {plots[1]}")
     except ModuleNotFoundError as error:
         print(f"no plot: {error} (requirements/bench.txt has it)")
 

@@ -7,6 +7,7 @@ python benchmarks/suite.py [--quick] [--only PART...] [--shapes SHAPE...] [--wri
 
 passes    bench_passes: a layer's forward and backward, and each pass, against the fastest copy
 exchange  bench_exchange (threads, shared memory, MPI where it is built) and Gloo: one all-reduce
+curve     the same without Gloo, for 2 to 64 ranks
 threads   bench_thread_ranks: one layer of 2 threads that are ranks, or alone
 layers    bench_layer: one layer against PyTorch's batch norm, one process
 ranks     bench_ranks: one layer of 2 and 4 processes against the usual recipe
@@ -15,8 +16,9 @@ jax       bench_jax: one layer in JAX against flax's, on 1, 2 and 4 devices
 
 Times are [lower quartile, median, upper quartile]. Run it on a quiet machine: the load before and
 after the run is in the JSON. --quick takes a minute: three shapes and 2 processes. --write stores
-the JSON as docs/performance.json and makes the tables of docs/performance.md and
-benchmarks/README.md, and the plot, of it; otherwise JSON and plot are build/bench/results.*.
+the JSON as docs/performance.json (with --only these parts of it, and when they were measured) and
+makes the tables of docs/performance.md and benchmarks/README.md, and the plots, of it; otherwise
+JSON and plots are build/bench/results*.
 """
 
 import argparse
@@ -50,14 +52,15 @@ class Form(NamedTuple):
     ranks: tuple[int, ...] = (2, 4)
     threads: tuple[int, ...] = (1, 2)
     devices: tuple[int, ...] = (1, 2, 4)
+    curve: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
 
 
 QUICK_SHAPES = [(8, 64, 56, 56), (16, 512, 14, 14), (64, 2048)]
 FORMS = {
     "full": Form(common.SHAPES, 1.0, 0.8, 12, 7, 1000, bench_step.BATCHES),
-    "quick": Form(QUICK_SHAPES, 0.1, 0.2, 1, 3, 200, {"ResNet-20": [8]}, (2,), (1,)),
+    "quick": Form(QUICK_SHAPES, 0.1, 0.2, 1, 3, 200, {"ResNet-20": [8]}, (2,), (1,), curve=(2, 8)),
     # Says nothing about speed; for the test of the suite itself.
-    "tiny": Form([(2, 8, 3, 5)], 0, 0, 0, 2, 10, {"ResNet-20": [1]}, (2,), (1,), (1, 2)),
+    "tiny": Form([(2, 8, 3, 5)], 0, 0, 0, 2, 10, {"ResNet-20": [1]}, (2,), (1,), (1, 2), (2,)),
 }
 
 #: For Open MPI: as root, more ranks than cores, and no copies between processes, which containers
@@ -106,6 +109,17 @@ def exchange(form: Form, programs: Path) -> list[dict]:
     return rows
 
 
+def curve(form: Form, programs: Path) -> list[dict]:
+    """Fewer rounds for more ranks, which take turns; few ranks of MPI, which wait in loops."""
+    rows = []
+    for ranks in form.curve:
+        rounds = f"--rounds={max(20, 2 * form.exchanges // ranks)}"
+        rows += run_program(programs / "bench_exchange", f"--ranks={ranks}", rounds)
+        if ranks <= 16:
+            rows += run_program(programs / "bench_exchange_mpi", rounds, ranks=ranks)
+    return rows
+
+
 def threads(form: Form, programs: Path) -> list[dict]:
     return run_program(programs / "bench_thread_ranks", *shape_options(form))
 
@@ -139,7 +153,8 @@ def jax(form: Form, programs: Path) -> list[dict]:
     return rows
 
 
-PARTS = {part.__name__: part for part in (layers, passes, exchange, threads, ranks, steps, jax)}
+PARTS = (layers, passes, exchange, curve, threads, ranks, steps, jax)
+PARTS = {part.__name__: part for part in PARTS}
 
 
 def main() -> None:
@@ -173,6 +188,8 @@ def main() -> None:
     results = {"format": 2, "form": arguments.form, "seconds": round(time.monotonic() - start)}
     results |= {"machine": machine, **parts}
     path = report.STORED if arguments.write else arguments.out
+    if arguments.write and arguments.only != list(PARTS):
+        results = report.merged(json.loads(path.read_text()), results, arguments.only)
     path.parent.mkdir(parents=True, exist_ok=True)
     common.write_json(path, results)
     report.report(results, path)

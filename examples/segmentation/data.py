@@ -3,6 +3,7 @@
 
 Both sources, this one and folder.VocFolder, offer
     num_classes, class_names, class_weights     labels are 0..num_classes-1, or network.IGNORE
+    build_network(seed), loss, quality          those of network.PixelTask
     train_pictures(seed, step, first, count)    a slice of the global batch of one step
     test_pictures()                             the held-out pictures, the same in every run
 Pictures are (N, 3, size, size) float32, normalized with MEAN and DEVIATION; labels are
@@ -18,7 +19,9 @@ from typing import Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from network import PixelTask
 
 MEAN, DEVIATION = 0.35, 0.25
 TRAIN_DIGITS = slice(0, 1297)
@@ -41,6 +44,12 @@ class Source(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
     def test_pictures(self) -> tuple[Tensor, Tensor]: ...
+
+    def build_network(self, seed: int) -> nn.Module: ...
+
+    def loss(self, outputs: Tensor, labels: Tensor) -> Tensor: ...
+
+    def quality(self, outputs: Tensor, labels: Tensor) -> float: ...
 
 
 def normalize(picture: Tensor) -> Tensor:
@@ -78,7 +87,7 @@ def _resize(picture: Tensor, size: int, mode: str) -> Tensor:
     return F.interpolate(picture[None], size=(size, size), mode=mode, align_corners=corners)[0]
 
 
-class DigitsOnPhotos:
+class DigitsOnPhotos(PixelTask):
     """scikit-learn's 1797 handwritten digits over crops of its two photographs.
 
     11 classes: background and the ten digits. Digits and photographs are split once: the test
@@ -123,9 +132,9 @@ class DigitsOnPhotos:
     def _compose(
         self, generator: np.random.Generator, digits: slice, columns: slice
     ) -> tuple[Tensor, Tensor]:
-        """One picture (3, size, size) and its labels (size, size)."""
+        """One picture (3, size, size) and its labels."""
         picture = self._background(generator, columns)
-        labels = torch.zeros(self.size, self.size, dtype=torch.int64)
+        placed: list[tuple[int, Tensor]] = []
         ink = _colour(generator, 0.6, 1.0)  # one colour a picture
         taken: list[tuple[int, int, int]] = []
         for _ in range(generator.integers(2, 5)):
@@ -140,12 +149,21 @@ class DigitsOnPhotos:
             alpha = _resize(self.digits[index][None], side, "bilinear")[0]
             picture[:, cut[0], cut[1]] *= 1.0 - alpha
             picture[:, cut[0], cut[1]] += ink * alpha
-            labels[cut][alpha > 0.4] = self.digit_labels[index] + 1
+            pixels = torch.zeros(self.size, self.size, dtype=torch.bool)
+            pixels[cut] = alpha > 0.4
+            placed.append((self.digit_labels[index] + 1, pixels))
         # Exposure and tint differ from picture to picture, as they do between cameras and hours.
         exposure = 2.0 ** generator.uniform(-1.0, 0.0)
         noise = generator.normal(0.0, 0.02, picture.shape).astype(np.float32)
         picture = picture * (exposure * _colour(generator, 0.8, 1.0)) + torch.from_numpy(noise)
-        return normalize(picture.clamp(0.0, 1.0)), labels
+        return normalize(picture.clamp(0.0, 1.0)), self.annotate(placed)
+
+    def annotate(self, placed: list[tuple[int, Tensor]]) -> Tensor:
+        """Labels (size, size) of the digits in a picture: each one's class and its pixels, bool."""
+        labels = torch.zeros(self.size, self.size, dtype=torch.int64)
+        for value, pixels in placed:
+            labels[pixels] = value
+        return labels
 
     def _background(self, generator: np.random.Generator, columns: slice) -> Tensor:
         """A darkened square crop of one of the photographs, (3, size, size) in 0..0.7."""

@@ -106,7 +106,7 @@ def _draw_curves(left: Axes, right: Axes, outcome: Outcome, plan: Plan) -> None:
     if key == "d":  # below (c), whose numbers it has
         style |= {"linewidth": 6.0, "zorder": 1.5}
     steps = [evaluation["step"] for evaluation in outcome.run.evaluations]
-    ious = [evaluation["mean_iou"] for evaluation in outcome.run.evaluations]
+    ious = [evaluation["quality"] for evaluation in outcome.run.evaluations]
     label = f"{outcome.setting.title}: {ious[-1]:.3f}".replace(" x ", " × ")
     left.plot(steps, ious, marker="o", markersize=4, clip_on=False, label=label, **style)
     losses = np.asarray(outcome.run.losses)

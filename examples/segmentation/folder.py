@@ -22,12 +22,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data import background_light, normalize, stack, training_generator
-from network import IGNORE
+from network import IGNORE, PixelTask
 
 _SUFFIXES = (".jpg", ".jpeg", ".png")
 
 
-class VocFolder:
+class VocFolder(PixelTask):
     """A data.Source over a folder; pictures are read when needed, by the rank that needs them."""
 
     def __init__(self, directory: str | Path, num_test: int = 200, size: int = 128) -> None:

@@ -141,7 +141,11 @@ def _rank_main(rank: int, folder: Path) -> None:
         share = job.plan.batch_per_rank
         torch.save(run_layer(job.case, rank * share, share, device), folder / f"bits_{rank}.pt")
     for setting in job.settings:
-        run = train(setting, job.plan, job.source, Place(rank, job.plan.ranks, device))
+        plan = setting.plan or job.plan
+        run = train(setting, plan, job.source, Place(rank, plan.ranks, device))
+        fingerprints = [""] * plan.ranks
+        dist.all_gather_object(fingerprints, run.fingerprint)
+        run.models = len(set(fingerprints))
         if rank == 0:
             torch.save(run, folder / f"run_{setting.key}.pt")
     dist.destroy_process_group()

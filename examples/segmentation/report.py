@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from bits import Comparison
 from data import Source
-from network import build_network, confusion_matrix, mean_iou
 from train import Plan, Run, Setting, predict, ranks_text
 
 
@@ -41,17 +40,21 @@ class Outcome:
 
 def measure(setting: Setting, run: Run, plan: Plan, source: Source, test: tuple) -> Outcome:
     """Predictions of the trained network, on the CPU and in plain batch norm layers."""
-    pictures, labels = test
-    network = build_network(source.num_classes, plan.seed)
+    network = source.build_network(plan.seed)
     network.load_state_dict(run.state)
     network.eval()
-    predictions = predict(network, pictures).argmax(1)
+    predictions = predict(network, test[0]).argmax(1)
+    return Outcome(setting, run, predictions, own_statistics(run, source, test))
+
+
+def own_statistics(run: Run, source: Source, test: tuple) -> float:
+    """The quality where each picture is normalized by itself."""
+    network = source.build_network(0).eval()
+    network.load_state_dict(run.state)
     for module in network.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.train()
-    own = predict(network, pictures, batch=1).argmax(1)
-    own_iou = mean_iou(confusion_matrix(own, labels, source.num_classes))
-    return Outcome(setting, run, predictions, own_iou)
+    return source.quality(predict(network, test[0], batch=1), test[1])
 
 
 def table(outcomes: list[Outcome], num_test: int) -> str:
@@ -67,7 +70,7 @@ def table(outcomes: list[Outcome], num_test: int) -> str:
         median, low, high = outcome.step_milliseconds()
         lines.append(
             f"{outcome.setting.title:<33} {outcome.train_loss:>9.4f} {last['loss']:>7.4f} "
-            f"{last['mean_iou']:>7.3f} {outcome.own_statistics_iou:>10.3f}   "
+            f"{last['quality']:>7.3f} {outcome.own_statistics_iou:>10.3f}   "
             f"{median:.1f} ({low:.1f}..{high:.1f})"
         )
     return "\n".join(lines)

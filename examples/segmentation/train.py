@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 import syncbn
 from data import Source
-from network import build_network, confusion_matrix, mean_iou, pixel_loss
 
 WARMUP_STEPS = 20
 
@@ -48,6 +47,7 @@ class Setting:
     norm: str  # "plain", "sync" or "shares"
     ranks: int
     title: str
+    plan: Plan | None = None  # its own, in place of what all share
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,11 @@ class Run:
 
     losses: list[float] = field(default_factory=list)  # one a step, of the global batch
     step_seconds: list[float] = field(default_factory=list)  # forward, backward and update
-    evaluations: list[dict[str, float]] = field(default_factory=list)  # step, mean_iou, loss
+    evaluations: list[dict[str, float]] = field(default_factory=list)  # step, quality, loss
     weights: dict[int, Tensor] = field(default_factory=dict)  # step -> all parameters, flat
     state: dict[str, Tensor] = field(default_factory=dict)  # after the last step
     fingerprint: str = ""  # of the network and the optimizer, after the last step
+    models: int = 1  # different fingerprints of the ranks
     seconds: float = 0.0  # all of it, evaluations and pictures included
 
 
@@ -92,18 +93,17 @@ def predict(network: nn.Module, pictures: Tensor, batch: int = 20) -> Tensor:
 def evaluate(
     network: nn.Module, source: Source, pictures: Tensor, labels: Tensor
 ) -> tuple[float, float]:
-    """(mean IoU, loss) as deployed: evaluation mode, with the running statistics."""
+    """(quality, loss) as deployed: evaluation mode, with the running statistics."""
     network.eval()
     scores = predict(network, pictures)
     network.train()
-    confusion = confusion_matrix(scores.argmax(1), labels, source.num_classes)
-    return mean_iou(confusion), float(pixel_loss(scores, labels, source.class_weights))
+    return source.quality(scores, labels), float(source.loss(scores, labels))
 
 
 def train(setting: Setting, plan: Plan, source: Source, place: Place) -> Run:
     """Trains one setting; the result is complete on rank 0 only."""
     started = time.perf_counter()
-    network = build_network(source.num_classes, plan.seed)
+    network = source.build_network(plan.seed)
     if setting.norm != "plain":
         network = syncbn.convert_sync_batchnorm(network)
     network.to(place.device)
@@ -123,10 +123,9 @@ def train(setting: Setting, plan: Plan, source: Source, place: Place) -> Run:
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_factor(step, plan.steps)
     )
-    class_weights = source.class_weights.to(place.device)
 
     def loss_of_share(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return pixel_loss(model(batch[0]), batch[1], class_weights)
+        return source.loss(model(batch[0]), batch[1])
 
     share = plan.global_batch // place.size
     leader = place.rank == 0
@@ -150,7 +149,7 @@ def train(setting: Setting, plan: Plan, source: Source, place: Place) -> Run:
             parts = list(zip(pictures.chunk(count), labels.chunk(count)))
             loss = training.step(loss_of_share, parts)
         else:
-            loss = pixel_loss(replica(pictures), labels, class_weights)
+            loss = loss_of_share(replica, (pictures, labels))
             loss.backward()
         optimizer.step()
         run.step_seconds.append(_clock(place.device) - begun)
@@ -164,10 +163,10 @@ def train(setting: Setting, plan: Plan, source: Source, place: Place) -> Run:
             run.losses += _average_over_ranks(epoch_losses, place)
             epoch_losses.clear()
             if held_out is not None:
-                iou, test_loss = evaluate(network, source, *held_out)
-                run.evaluations.append({"step": done, "mean_iou": iou, "loss": test_loss})
+                quality, test_loss = evaluate(network, source, *held_out)
+                run.evaluations.append({"step": done, "quality": quality, "loss": test_loss})
                 run.weights[done] = _flat(network)
-                bar.set_postfix(loss=f"{run.losses[-1]:.3f}", mIoU=f"{iou:.3f}")
+                bar.set_postfix(loss=f"{run.losses[-1]:.3f}", quality=f"{quality:.3f}")
     bar.close()
     run.state = {name: value.detach().cpu().clone() for name, value in network.state_dict().items()}
     run.fingerprint = syncbn.fingerprint(network, optimizer)

@@ -58,10 +58,10 @@ def test_suite_writes_every_field(tmp_path):
     results = json.loads(file.read_text())
     assert set(results) == {
         *("format", "form", "seconds", "machine"),
-        *("passes", "exchange", "threads", "layers", "ranks", "steps", "jax"),
+        *("passes", "exchange", "curve", "threads", "layers", "ranks", "steps", "jax"),
     }
     assert results["format"] == 2 and results["form"] == "tiny"
-    assert results["passes"] == results["threads"] == []
+    assert results["passes"] == results["threads"] == results["curve"] == []
     assert set(results["machine"]) == {
         *("processor", "cores", "caches", "platform", "python", "torch", "syncbn", "commit"),
         *("build", "instruction_set", "date", "load", "load_after"),
@@ -110,7 +110,22 @@ def test_suite_writes_every_field(tmp_path):
 
     pytest.importorskip("matplotlib")
     python(BENCHMARKS / "report.py", file)
-    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    for plot in (file.with_suffix(".png"), file.with_name("results_exchange.png")):
+        assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_part_that_is_measured_alone_leaves_the_others():
+    """And the page says when it was measured."""
+    stored = json.loads(report.STORED.read_text(encoding="utf-8"))
+    row = {"engine": "threads", "ranks": 2, "channels": 64, "processor": 1}
+    rows = [row | {"microseconds": [2, 2, 2]}]
+    again = stored["machine"] | {"commit": "abcdef0", "load": 0.25}
+    results = report.merged(stored, {"machine": again, "curve": rows, "steps": []}, ["curve"])
+    assert results["curve"] == rows and results["steps"] == stored["steps"] != []
+    assert results["machine"] == stored["machine"]
+    assert re.search(r"\| 64 +\| threads \| 1 / 2 \|", report.pivot_table(results, "curve"))
+    told = f"`curve` was measured at {again['date']} (commit abcdef0)"
+    assert told in report.machine_text(results)
 
 
 def test_pages_are_made_of_the_stored_results():
@@ -120,6 +135,6 @@ def test_pages_are_made_of_the_stored_results():
         assert text == report.page(text, results), "python benchmarks/report.py makes it anew"
         emptied = re.sub(r"(report\.py -->).*?(<!-- end)", r"\1\2", text, flags=re.DOTALL)
         assert len(emptied) < len(text) and report.page(emptied, results) == text
-    for part in ("machine", "targets", "passes", "steps", "exchange"):
+    for part in ("machine", "targets", "passes", "steps", "exchange", "curve"):
         assert f"<!-- {part}: made by benchmarks/report.py -->" in "".join(texts)
-    assert report.PLOT.exists()
+    assert all(plot.exists() for plot in report.PLOTS)

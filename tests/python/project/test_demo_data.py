@@ -21,7 +21,7 @@ DEMO = PROJECT / "examples" / "segmentation"
 @pytest.fixture(scope="module")
 def demo():
     """The demo's modules, which are found beside its main.py and not in a package."""
-    names = ("clipart", "data", "folder", "network")
+    names = ("clipart", "data", "detector", "folder", "network")
     sys.path.insert(0, str(DEMO))
     try:
         modules = {name: __import__(name) for name in names}
@@ -77,6 +77,52 @@ def test_ranks_losses_average_to_the_whole_batchs(demo):
         demo.network.pixel_loss(scores[i : i + 1], labels[i : i + 1], weights) for i in range(4)
     ]
     torch.testing.assert_close(torch.stack(shares).mean(), whole, rtol=1e-14, atol=0)
+
+
+def test_boxes_are_those_of_the_digits_pixels(demo, digits):
+    boxes = demo.detector.BoxesOfDigits(num_test=12)
+    pictures, labels = boxes.test_pictures()
+    assert torch.equal(pictures, digits.test_pictures()[0])
+    for pixels, found in zip(digits.test_pictures()[1], labels):
+        covered = torch.zeros_like(pixels, dtype=torch.bool)
+        for value, top, left, bottom, right in found.int().tolist():
+            inside = pixels[top:bottom, left:right] == value
+            if value:
+                assert inside.any(0)[[0, -1]].all() and inside.any(1)[[0, -1]].all()
+                covered[top:bottom, left:right] |= inside
+        assert torch.equal(covered, pixels > 0)
+
+
+def test_detector_that_is_right_has_a_small_loss_and_full_precision(demo):
+    """Of outputs that say the labels; with boxes e times as large it finds nothing."""
+    source = demo.detector.BoxesOfDigits(num_test=8)
+    labels = source.test_pictures()[1]
+    outputs = torch.zeros(8, 15, 16, 16)
+    outputs[:, 0] = 20
+    truth = demo.detector.distances_to(labels[..., 1:], outputs.shape[-2:])
+    for picture, digits in enumerate(labels):
+        for digit, (value, *_) in enumerate(digits.int().tolist()):
+            inside = truth[picture, digit].amin(0) > 0
+            if value:
+                outputs[picture, value, inside] = 40
+                distances = truth[picture, digit].clamp(min=1e-6) / demo.detector.UNIT
+                outputs[picture, 11:, inside] = distances.log()[:, inside]
+    assert source.quality(outputs, labels) == 1
+    worse = outputs.clone()
+    worse[:, 11:] += 1
+    assert source.quality(worse, labels) == 0
+    assert source.loss(outputs, labels) < source.loss(worse, labels)
+
+
+def test_average_precision_of_a_list_by_hand(demo):
+    """Right, wrong, right, of three: recall 1/3 at a precision of 1, 2/3 at 2/3."""
+    here, there = torch.tensor([0.0, 0, 10, 10]), torch.tensor([0.0, 20, 10, 30])
+    truth = [(0, here), (1, here), (2, here)]
+    found = [(0.9, 0, here), (0.8, 1, there), (0.7, 2, here)]
+    assert demo.detector.average_precision(found, truth) == pytest.approx((1 + 2 / 3) / 3)
+    twice = [(0.9, 0, here), (0.8, 0, here)]  # a digit is found once
+    assert demo.detector.average_precision(twice, truth) == pytest.approx(1 / 3)
+    assert demo.detector.average_precision([], truth) == 0
 
 
 @pytest.fixture

@@ -158,6 +158,18 @@ def test_tutorial_quotes_what_its_programs_print(name, tmp_path):
     assert quoted_print("tutorial.md", name) in printed[0]
 
 
+@pytest.mark.parametrize("options", ("--rates 1 2", "--boxes"))
+def test_comparisons_train_and_synchronized_ranks_agree(options):
+    """The exit status says so; running statistics of plain ranks differ."""
+    pytest.importorskip("sklearn")
+    pytest.importorskip("tqdm")
+    command = [sys.executable, PROJECT / "examples" / "segmentation" / "compare.py"]
+    command += [*options.split(), *"--ranks 2 --steps 40 --seeds 1 --test-pictures 8".split()]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
+    assert "Different models at the end: plain 2, synchronized 1" in ended.stdout
+
+
 def test_cpp_training_ends_as_its_page_says(tmp_path):
     program, library = tmp_path / "training", Path(syncbn.__file__).parent / "lib" / "libsyncbn.so"
     command = [*shlex.split(os.environ.get("CXX", "c++")), "-std=c++20", "-pthread"]
