@@ -110,13 +110,12 @@ def exchange(form: Form, programs: Path) -> list[dict]:
 
 
 def curve(form: Form, programs: Path) -> list[dict]:
-    """Fewer rounds for more ranks, which take turns; few ranks of MPI, which wait in loops."""
+    """Fewer rounds for more ranks, which take turns."""
     rows = []
     for ranks in form.curve:
         rounds = f"--rounds={max(20, 2 * form.exchanges // ranks)}"
         rows += run_program(programs / "bench_exchange", f"--ranks={ranks}", rounds)
-        if ranks <= 16:
-            rows += run_program(programs / "bench_exchange_mpi", rounds, ranks=ranks)
+        rows += run_program(programs / "bench_exchange_mpi", rounds, ranks=ranks)
     return rows
 
 
