@@ -111,6 +111,43 @@ def measure_shapes(shapes: list[common.Shape], *limits: object) -> list[dict]:
     return rows
 
 
+def measure_statistics(shape: common.Shape, layout: str, seconds: float, least: int) -> list[dict]:
+    x, dy = common.make(shape, torch.float32, layout)
+    plain = "BatchNorm, not synchronized"
+    layers = {plain: common.plain_layer(shape)}
+    for kind in ("reproducible", "welford"):
+        layers[kind] = syncbn.SyncBatchNorm(shape[1], statistics=kind)
+    expected, *others = (common.step(layer, x, dy) for layer in layers.values())
+    for results in others:
+        common.check_close(results, expected)
+
+    def play(clock: common.Clock) -> None:
+        for name, layer in layers.items():
+            for take in (common.Clock(), clock):  # the first finds the other layer's caches
+                take(name, layer, x)
+
+    start = time.perf_counter()
+    play(common.Clock())
+    rounds = common.rounds_for(seconds, time.perf_counter() - start, least, 100)
+    clock = common.Clock()
+    for _ in range(rounds):
+        play(clock)
+    rows, base = [], min(clock.times[plain])
+    for name, times in clock.times.items():
+        row = {"shape": common.text_of(shape), "layout": layout, "variant": name, "rounds": rounds}
+        figures = {"least": float(f"{min(times):.5g}"), "ratio": float(f"{min(times) / base:.5g}")}
+        rows.append(row | {"milliseconds": common.quartiles(times)} | figures)
+    return rows
+
+
+def measure_welford(shapes: list[common.Shape], *limits: object) -> list[dict]:
+    """The forward of a float32 layer on one thread, with statistics of both kinds, beside PyTorch's
+    own; backward is the same for both. Other programs hardly touch the least time of all rounds."""
+    torch.set_num_threads(1)
+    places = [(shape, layout) for shape in shapes for layout in common.layouts_of(shape)]
+    return [row for place in places for row in measure_statistics(*place, *limits)]
+
+
 def measure_layers(
     shapes: list[common.Shape], threads: tuple[int, ...], seconds: float, least: int
 ) -> list[dict]:

@@ -109,6 +109,12 @@ PIVOTS = {
         "direction",
         lambda row: " / ".join(number(row["milliseconds"][n][1]) for n in ("syncbn", "PyTorch")),
     ),
+    "welford": Pivot(
+        "Forward of one float32 layer on one thread: least milliseconds (over PyTorch's)",
+        ["shape", "layout"],
+        "variant",
+        lambda row: f"{number(row['least'])} ({row['ratio']:.2f})",
+    ),
     "exchange": Pivot(
         "One all-reduce of a float32 layer's message: microseconds, median / 99th percentile",
         ["ranks", "channels"],

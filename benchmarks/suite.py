@@ -10,6 +10,7 @@ exchange  bench_exchange (threads, shared memory, MPI where it is built) and Glo
 curve     the same without Gloo, for 2 to 64 ranks
 threads   bench_thread_ranks: one layer of 2 threads that are ranks, or alone
 layers    bench_layer: one layer against PyTorch's batch norm, one process
+welford   bench_layer: a forward with Welford statistics against one with exact sums, and PyTorch's
 ranks     bench_ranks: one layer of 2 and 4 processes against the usual recipe
 steps     bench_step: training steps of 2 processes
 jax       bench_jax: one layer in JAX against flax's, on 1, 2 and 4 devices
@@ -128,6 +129,11 @@ def layers(form: Form, programs: Path) -> list[dict]:
     return bench_layer.measure_layers(shapes, form.threads, form.seconds, form.rounds)
 
 
+def welford(form: Form, programs: Path) -> list[dict]:
+    shapes = [shape for shape in form.shapes if shape in QUICK_SHAPES] or form.shapes
+    return bench_layer.measure_welford(shapes, form.seconds, form.rounds)
+
+
 def ranks(form: Form, programs: Path) -> list[dict]:
     limits = {"seconds": form.rank_seconds, "least": form.rounds}
     work = (bench_ranks.measure_layers, {"shapes": form.shapes} | limits)
@@ -152,7 +158,7 @@ def jax(form: Form, programs: Path) -> list[dict]:
     return rows
 
 
-PARTS = (layers, passes, exchange, curve, threads, ranks, steps, jax)
+PARTS = (layers, welford, passes, exchange, curve, threads, ranks, steps, jax)
 PARTS = {part.__name__: part for part in PARTS}
 
 

@@ -11,14 +11,16 @@ from torch import Tensor
 from . import baton
 from .exchange import agreement
 from .exchange.host import engine_of, transport_of
-from .operators import HEADER_WORDS, MAX_RANKS, OWN, WANTS_SHARE, without_modes
+from .exchange.transport import of_devices, with_places, with_record
+from .operators import MAX_RANKS, MESSAGE, OWN, WANTS_SHARE, without_modes
 from .step import layer_state, recomputation, second_derivatives, training
 from .step.masks import check_mask
-from .step.node import apply_step, of_layers
+from .step.node import apply_step, of_layers, recovered
 from .step.options import (
     RUNNING,
     check_arguments,
     check_counter,
+    check_in_place,
     check_options,
     check_plain,
     values_per_channel,
@@ -56,7 +58,7 @@ def _check_some(xs: Sequence[Tensor]) -> None:
         raise ValueError("inputs: got an empty list, expected one tensor per device")
 
 
-def _check_inputs(layer, xs: Sequence[Tensor], residuals, masks, ranks: int) -> None:
+def _check_inputs(layer, options, xs: Sequence[Tensor], residuals, masks, ranks: int) -> None:
     _check_some(xs)
     if len(xs) * ranks > MAX_RANKS:
         raise ValueError(
@@ -79,8 +81,10 @@ def _check_inputs(layer, xs: Sequence[Tensor], residuals, masks, ranks: int) -> 
             mean, var, weight, bias = (None if t is None else t.to(x.device) for t in tensors)
             check_arguments(x, mean, var, weight, bias, residuals[k])
             if masks[k] is not None:
-                check_mask(masks[k], x)
+                check_mask(masks[k], x, options.writes_over_input)
             check_plain(ranks == 1, input=x, residual=residuals[k], mask=masks[k])
+            if options.writes_over_input:
+                check_in_place(x, weight, bias, residuals[k], options.negative_slope)
         except ValueError as error:
             raise ValueError(f"inputs[{k}], of device {k}: {error}") from None
         if x.shape[1] != xs[0].shape[1]:
@@ -95,6 +99,11 @@ def _check_inputs(layer, xs: Sequence[Tensor], residuals, masks, ranks: int) -> 
                 f"inputs[{k}]: got {xs[k].dtype}, expected {xs[filled[0]].dtype}, the dtype of "
                 f"inputs[{filled[0]}]"
             )
+    memory = {xs[k].untyped_storage().data_ptr() for k in filled}
+    if options.writes_over_input and len(memory) < len(filled):
+        raise ValueError(
+            "inputs: got two in one memory with inplace=True, expected memory of its own for each"
+        )
 
 
 @of_layers
@@ -111,6 +120,8 @@ class _BatchNormTrainingOfMany(torch.autograd.Function):
         wanted = (any(training.needs_of(*some)) for some in (xs, (weight,), (bias,), residuals))
         inputs = list(map(_Input, xs, residuals, masks))
         ctx.step, ctx.lead, ys, saved = _begin(turn, given, tuple(wanted), inputs, weight, bias)
+        if ctx.step.form.in_place:
+            ctx.mark_dirty(*ys)
         ctx.save_for_backward(*saved)
         ctx.streams, ctx.turns = Streams(xs), baton.turns()
         ctx.set_materialize_grads(False)
@@ -123,6 +134,8 @@ class _BatchNormTrainingOfMany(torch.autograd.Function):
             baton.refuse_backward(ctx.step.state.find_path)
         saved = ctx.saved_tensors  # once: as checkpointing gives
         ctx.streams.enter((*dys, *saved))
+        if ctx.step.form.in_place:
+            saved = _recovered(ctx.step, *saved)
         with torch.no_grad():
             results = gradients_of(ctx.step, ctx.lead, dys, *saved)
         ctx.streams.leave(results)
@@ -145,14 +158,22 @@ def _beside(x: Tensor, *tensors: Tensor | None) -> list[Tensor | None]:
     return [None if t is None else t.to(x.device) for t in tensors]
 
 
-def _total(messages: Sequence[Tensor], lead: int) -> Tensor:
-    """Makes one message for the process, which speaks in the header as one rank: the elements of
-    all inputs, the rest from the one that leads."""
-    total = messages[0].clone()
-    for message in messages[1:]:
-        total += message.to(total.device)
-    total[1:HEADER_WORDS] = messages[lead][1:HEADER_WORDS].to(total.device)
-    return total
+def _recovered(step, weight, bias, *saved) -> list[Tensor | None]:
+    """Does for each device what node.recovered() does."""
+    tensors = [weight, None]
+    for k in range(0, len(saved), 4):
+        own = saved[k : k + 4]
+        tensors += recovered(step, *_beside(own[0], weight, bias), *own)[2:]
+    return tensors
+
+
+def _given_to(own: _Input, weight, bias, running: tuple, first: bool) -> tuple:
+    """Gives what begin takes of a device. What is updated lies where the first x does."""
+    x, residual, mask = own
+    if residual is not None and residual.stride() != x.stride():
+        residual = like(residual, x)
+    weight, bias, counters = _beside(x, weight, bias, running[3])
+    return x, weight, bias, residual, mask, *(running if first else (None, None, None, counters))
 
 
 def _begin(turn, given, needs, inputs, weight, bias) -> tuple:
@@ -161,8 +182,9 @@ def _begin(turn, given, needs, inputs, weight, bias) -> tuple:
     input x, what was saved, activation mask and mask."""
     (mean, var, tracked), options, state, peers, word, segment = given
     kept = None if segment is None else segment.kept
+    filled = [k for k, own in enumerate(inputs) if _has_samples(own.x, own.mask)]
     # The first with samples: autocast may have given one without another dtype.
-    lead = next((k for k, own in enumerate(inputs) if _has_samples(own.x, own.mask)), 0)
+    lead = filled[0] if filled else 0
     x = inputs[lead].x
     if kept is None and peers is not None and peers.group_name != state.group:
         layer_state.compare(state, engine_of(peers), x, options)
@@ -171,24 +193,22 @@ def _begin(turn, given, needs, inputs, weight, bias) -> tuple:
         options = training.averaging(options, tracked)
         averaged, tracked = tracked, None
     form, transport = state.form(options), transport_of(None if kept else peers, x.device)
-    running, given_to = (mean, var, tracked, state.counters), []
-    for k, (z, residual, mask) in enumerate(inputs):
-        if residual is not None and residual.stride() != z.stride():
-            residual = like(residual, z)
-        w, b, counters = _beside(z, weight, bias, state.counters)
-        # What is updated lies where the first x does.
-        given_to.append(
-            (z, w, b, residual, mask, *(running if k == 0 else (*[None] * 3, counters)))
-        )
+    running = mean, var, tracked, state.counters
+    given_to = [_given_to(own, weight, bias, running, k == 0) for k, own in enumerate(inputs)]
     if kept is None:
         begun = []
         for z, w, b, residual, mask, *others in given_to:
             if z.dtype != x.dtype:  # no samples; its outputs are made below
                 z, residual = z.to(x.dtype), None
             own = z, w, b, residual, mask, *others, form.constants, word
-            begun.append(transport.begin(turn, training.forward_begin, own, transport.message_way))
-        messages = [own[5] for own in begun]
-        merged, rest = transport.exchange(turn, _total(messages, lead), None, x.size(1))
+            way = MESSAGE if form.gathers else transport.message_way
+            begun.append(transport.begin(turn, training.forward_begin, own, way))
+        total, records = of_devices([own[5] for own in begun], lead), 0
+        if form.gathers:
+            if filled:
+                total = with_record(total, [begun[k][5] for k in filled], x.dtype)
+            total, records = with_places(total, transport), transport.ranks
+        merged, rest = transport.exchange(turn, total, None, x.size(1), records)
         where = f"devices (input sizes {[list(own.x.shape) for own in inputs]})"
         own_count = sum(values_per_channel(own.x, own.mask) for own in inputs)
         agreement.check_count(merged, own_count, where)
@@ -206,9 +226,9 @@ def _begin(turn, given, needs, inputs, weight, bias) -> tuple:
         if y is None or z.dtype != x.dtype:
             y, bits = training.room(form, z, own[3] is not None)
         changed = running if k == 0 and kept is None else (None,) * 4
-        total = _beside(z, merged, rest)
+        sums = _beside(z, merged, rest)
         with without_modes():  # the other ranks finish, whatever a mode would do
-            written = y, saved, bits, changed, total, form.constants
+            written = y, saved, bits, changed, sums, form.constants
             training.forward_finish(*own[:5], *written, step.ranks)
         ys.append(y)
         tensors += (z, saved, bits, mask)
@@ -248,7 +268,7 @@ def gradients_of(step, lead: int, dys, weight, bias, *saved) -> tuple:
         gradients = [own[0] for own in given_to]
         if kept:  # what comes back is there already
             gradients = [own[3].to(dy.dtype) for own, dy in zip(begun, gradients)]
-        total = _total([own[5] for own in begun], lead)
+        total = of_devices([own[5] for own in begun], lead)
         merged, rest = None, None
         if exchanges:
             merged, rest = transport.exchange(turn, total.clone(), None, x.size(1))
@@ -314,14 +334,9 @@ def train_on_devices(
         shared = dict(zip((*RUNNING, "weight", "bias"), (*statistics, weight, bias)))
         check_plain(peers is None, **shared)
         check_counter(options.momentum, *statistics)
-        if options.statistics != "reproducible":
-            raise ValueError(
-                f"statistics: got {options.statistics!r} for a list of inputs, expected "
-                "'reproducible', which does not depend on the number of devices"
-            )
-        if options.writes_over_input:
-            raise ValueError("inplace: got True for a list of inputs, expected False")
-        _check_inputs(module, xs, residuals, masks, 1 if peers is None else peers.ranks)
+        _check_inputs(module, options, xs, residuals, masks, 1 if peers is None else peers.ranks)
+        if options.writes_over_input and segment is not None:
+            segment.check_in_place(*xs)
         state.move(xs[0].device)
         masks = [None if mask is None else mask.contiguous() for mask in masks]
         if len(xs) == 1:

@@ -4,7 +4,7 @@ of it, what the ways have in common, and those that need no word from the host."
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -93,6 +93,35 @@ class Transport(ABC):
         parameter: torch.Tensor | None = None,
     ) -> None:
         """Does what turn.refuse() says."""
+
+
+def of_devices(messages: Sequence[torch.Tensor], lead: int) -> torch.Tensor:
+    """Makes one message for the process, which speaks in the header as one rank: the elements of
+    all inputs, the rest from the one that leads."""
+    total = messages[0].clone()
+    for message in messages[1:]:
+        total += message.to(total.device)
+    total[1:HEADER_WORDS] = messages[lead][1:HEADER_WORDS].to(total.device)
+    return total
+
+
+def with_record(
+    total: torch.Tensor, messages: Sequence[torch.Tensor], dtype: torch.dtype
+) -> torch.Tensor:
+    """Gives the message of the process its record: those of its devices, joined in their order by
+    the formula that joins those of ranks (src/statistics/welford.hpp). messages: of the devices
+    with samples, which are of that dtype."""
+    kind = torch.float64 if dtype.itemsize == 8 else torch.float32
+    records = [message[HEADER_WORDS:].to(total.device) for message in messages]
+    read = [(r[0].double(), *r[1:].view(kind).view(-1, 2).double().unbind(1)) for r in records]
+    count, mean, m2 = read[0]
+    for more, of_more, m2_of_more in read[1:]:
+        delta, share = of_more - mean, more / (count + more)
+        mean = mean + delta * share
+        m2 = m2 + (m2_of_more + delta * delta * (count * share))
+        count = count + more
+    moments = torch.stack((mean, m2), 1).to(kind).view(torch.int64).flatten()
+    return torch.cat((total[:HEADER_WORDS], count.long().view(1), moments))
 
 
 def with_places(message: torch.Tensor, transport: Transport) -> torch.Tensor:

@@ -215,9 +215,7 @@ def _check(x, running: Any, weight, bias, residual, mask, options, alone: Any = 
     check_arguments(x, mean, var, weight, bias, residual, traced)
     check_counter(options.momentum, mean, var, batches, traced)
     if mask is not None:
-        masks.check_mask(mask, x)
-        if options.writes_over_input:
-            raise ValueError("mask: got one with inplace=True, expected None")
+        masks.check_mask(mask, x, options.writes_over_input)
 
 
 def _in_graph(x, running, weight, bias, residual, mask, options, state) -> Tensor:

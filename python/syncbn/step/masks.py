@@ -9,8 +9,9 @@ from torch import Tensor
 from .options import Options, activation_of, check_like_input, check_strided
 
 
-def check_mask(mask: Tensor, x: Tensor) -> None:
-    """A mask is bool or uint8, of shape (N, *spatial), on the input's device."""
+def check_mask(mask: Tensor, x: Tensor, in_place: bool = False) -> None:
+    """A mask is bool or uint8, of shape (N, *spatial), on the input's device. in_place: the output
+    is to lie over the input, which takes no mask."""
     check_strided("mask", mask)
     shape = (*x.shape[:1], *x.shape[2:])
     if (
@@ -23,6 +24,8 @@ def check_mask(mask: Tensor, x: Tensor) -> None:
             f"torch.bool or torch.uint8, {tuple(shape)} (the input's shape without its channels) "
             f"and {x.device}"
         )
+    if in_place:
+        raise ValueError("mask: got one with inplace=True, expected None")
 
 
 def counting(x: Tensor, mask: Tensor) -> Tensor:

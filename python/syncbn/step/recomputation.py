@@ -91,12 +91,12 @@ class Segment:
         """Keeps what an exchange of the first run brought."""
         self._keep(Kept(self._key, step, saved))
 
-    def check_in_place(self, x: torch.Tensor) -> None:
+    def check_in_place(self, *xs: torch.Tensor) -> None:
         """Refuses to write over what PyTorch keeps for the second run; in the reentrant form it may
         not notice."""
-        memory = x.untyped_storage().data_ptr()
+        memory = {x.untyped_storage().data_ptr() for x in xs}
         for tensor in self._given:
-            if torch.is_tensor(tensor) and tensor.untyped_storage().data_ptr() == memory:
+            if torch.is_tensor(tensor) and tensor.untyped_storage().data_ptr() in memory:
                 raise ValueError(
                     "input: got an input of a checkpointed segment with inplace=True, expected an "
                     "intermediate result; the recomputation begins with the segment's inputs"

@@ -3,6 +3,7 @@
 
 import copy
 import functools
+import itertools
 import time
 
 import numpy as np
@@ -13,11 +14,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import oracle
 import syncbn
 from rank_cases import diverges, raises, shards, unchanged
 from rank_cases_cuda import same_numbers, sum_over, whole_numbers
+from rank_cases_modes import check_welford
 from rank_cases_parallel import network, own, samples, train
-from support import assert_near, new_layer, rough_samples, to_tensor
+from support import assert_near, assert_same_layers, new_layer, rough_samples, to_tensor
 from syncbn.exchange.transport import SUMMED
 from syncbn.parallel import SelfDataParallel, all_reduce
 from test_list_form import step as device_step
@@ -45,7 +48,10 @@ class _WithDropout(nn.Module):
         super().__init__()
         options = {"process_group": group, "affine_grad": affine_grad}
         self.first, self.second = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 1)
-        self.norms = nn.ModuleList(syncbn.SyncBatchNorm(4, **options) for _ in range(2))
+        self.norms = nn.ModuleList(
+            syncbn.SyncBatchNorm(4, **options, activation="leaky_relu", inplace=own)
+            for own in (False, True)
+        )
 
     def _segment(self, x):
         return F.dropout(self.second(F.dropout(x, 0.3)), 0.3)
@@ -115,6 +121,51 @@ def case_processes_times_devices_exact(rank, world):
                 same(layer.state_dict()[name], value, name)
             same(layer.weight.grad, whole.weight.grad, "dweight")
             same(layer.bias.grad, whole.bias.grad, "dbias")
+
+
+def case_in_place_on_processes_times_devices_exact(rank, world):
+    """The input that a device recovers depends on its own elements alone, so gradients do not
+    depend on the number of devices and processes either."""
+    group = alone(rank)
+    counts = [1 + r for r in range(world)]
+    first = sum(counts[:rank])
+    options = {"activation": "leaky_relu", "inplace": True, "affine_grad": "global"}
+    for dtype, kind in itertools.product(("float32", "float16"), ("uneven", "empty first")):
+        x, dy = rough_batch(dtype, (17, 4, 9))
+        own = shards(17, sum(counts), kind)[first : first + counts[rank]]
+        layer = new_layer(4, **options)
+        ys, dxs = device_step(layer, [x[p] for p in own], [dy[p] for p in own])
+        whole = new_layer(4, process_group=group, **options)
+        (y,), (dx,) = device_step(whole, [x], [dy])
+        for k, part in enumerate(own):
+            same(ys[k], y[part], f"{dtype}, {kind}, y")
+            same(dxs[k], dx[part], f"{dtype}, {kind}, dx")
+        assert_same_layers(layer, whole)
+
+
+def case_welford_on_processes_times_devices(rank, world):
+    """The bound of rank_cases_modes.py for one addition more: the joined record of a process is
+    rounded again. Records that fit the frame, and records that do not."""
+    options = {"statistics": "welford", "momentum": 1.0}
+    counts = [2 + r for r in range(world)]
+    first = sum(counts[:rank])
+    for channels, kind in itertools.product((7, 3000), ("uneven", "empty first")):
+        rng = np.random.default_rng(36)
+        x = oracle.round_to(2 + rng.standard_normal((12, channels, 9)), "float32")
+        parts = shards(12, sum(counts), kind)[first : first + counts[rank]]
+        layer = syncbn.SyncBatchNorm(channels, **options)
+        layer([to_tensor(x[part], "float32") for part in parts])
+        check_welford(layer, x, 12 * 9 + 1)
+    # One process's record of float64 is joined as those of processes are: the very bits.
+    x, dy = torch.randn(2, 12, 5, 4, generator=torch.Generator().manual_seed(8)).double()
+    parts = shards(12, world, "uneven")
+    mine = syncbn.SyncBatchNorm(5, dtype=torch.float64, **options)
+    whole = syncbn.SyncBatchNorm(5, dtype=torch.float64, process_group=alone(rank), **options)
+    (y,), (dx,) = device_step(mine, [x[parts[rank]]], [dy[parts[rank]]])
+    ys, dxs = device_step(whole, [x[part] for part in parts], [dy[part] for part in parts])
+    same(y, ys[rank], "y")
+    same(dx, dxs[rank], "dx")
+    unchanged(mine, whole.state_dict())
 
 
 def case_devices_of_an_empty_process(rank, world):

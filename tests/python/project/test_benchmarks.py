@@ -58,7 +58,8 @@ def test_suite_writes_every_field(tmp_path):
     results = json.loads(file.read_text())
     assert set(results) == {
         *("format", "form", "seconds", "machine"),
-        *("passes", "exchange", "curve", "threads", "layers", "ranks", "steps", "jax"),
+        *("passes", "exchange", "curve", "threads", "layers", "welford", "ranks"),
+        *("steps", "jax"),
     }
     assert results["format"] == 2 and results["form"] == "tiny"
     assert results["passes"] == results["threads"] == results["curve"] == []
@@ -89,6 +90,13 @@ def test_suite_writes_every_field(tmp_path):
     )
     places = ["memory", "threads", "shape", "dtype", "layout", "direction"]
     assert names(results["layers"], *places) == set(expected)
+
+    variants = ("BatchNorm, not synchronized", "reproducible", "welford")
+    expected = itertools.product(["2x8x3x5"], ("contiguous", "channels-last"), variants)
+    assert names(results["welford"], "shape", "layout", "variant") == set(expected)
+    for row in results["welford"]:
+        check_quartiles(row["milliseconds"])
+        assert 0 < row["least"] <= row["milliseconds"][0] and row["ratio"] > 0
 
     for row in results["jax"]:
         for values in (row["ratio"], *row["milliseconds"].values()):
@@ -135,6 +143,6 @@ def test_pages_are_made_of_the_stored_results():
         assert text == report.page(text, results), "python benchmarks/report.py makes it anew"
         emptied = re.sub(r"(report\.py -->).*?(<!-- end)", r"\1\2", text, flags=re.DOTALL)
         assert len(emptied) < len(text) and report.page(emptied, results) == text
-    for part in ("machine", "targets", "passes", "steps", "exchange", "curve"):
+    for part in ("machine", "targets", "passes", "steps", "exchange", "curve", "welford"):
         assert f"<!-- {part}: made by benchmarks/report.py -->" in "".join(texts)
     assert all(plot.exists() for plot in report.PLOTS)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+import syncbn
 from syncbn.graph import BatchNorm, Network
 
 EQUAL, REFUSED = {}, {}
@@ -85,6 +86,19 @@ class WrittenBuffers(Base):
         self.silent.data.mul_(0.9).add_(mean.square(), alpha=0.1)
         self.wide = self.wide + mean
         return self.b(F.relu(self.bn(h * self.silent + self.average + self.wide * self.n)))
+
+
+@equal
+class InPlace(Base):
+    """Each share's output lies over its own input."""
+
+    def __init__(self):
+        super().__init__()
+        options = {"activation": "leaky_relu", "inplace": True}
+        self.bn, self.bn2 = nn.BatchNorm1d(8), syncbn.SyncBatchNorm(8, **options)
+
+    def forward(self, x):
+        return self.b(self.bn(self.bn2(self.a(x))))
 
 
 @equal

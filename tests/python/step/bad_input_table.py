@@ -235,10 +235,6 @@ OTHERS = {
         lambda layer: layer.__dict__.update(activation="relu", inplace=True) or layer(X),
         "^inplace: got True with relu",
     ),
-    "list welford": (
-        lambda layer: setattr(layer, "statistics", "welford") or layer([X, X]),
-        "^statistics: got 'welford' for a list of inputs, expected 'reproducible'",
-    ),
 }
 
 PAIR, TWO = [X, X], "expected a list of 2"

@@ -93,9 +93,26 @@ def welford_layer(channels, **options):
     return syncbn.SyncBatchNorm(channels, momentum=1.0, statistics="welford", **options)
 
 
+def check_welford(layer, x, additions, u=2.0**-24):
+    """The statistics of samples (N, C, L) are the same on every rank, and within the bound of Chan,
+    Golub and LeVeque: n kappa u for n additions in a row; see tests/cpp."""
+    gathered = [torch.empty_like(layer.running_mean) for _ in range(dist.get_world_size())]
+    for value in (layer.running_mean, layer.running_var):
+        dist.all_gather(gathered, value)
+        assert all(torch.equal(g, value) for g in gathered), "not the same on every rank"
+    n, mean, var = len(x) * x.shape[2], x.mean((0, 2)), x.var((0, 2))
+    kappa = np.sqrt(1 + mean**2 / var)
+    rounding = 2.0**-24  # of the buffers
+    error = np.abs(layer.running_mean.double().numpy() - mean)
+    allowed = 4 * additions * u * (np.abs(mean) + np.sqrt(var)) + rounding * np.abs(mean)
+    assert (error <= allowed).all()
+    unbiased = var * n / (n - 1)
+    error = np.abs(layer.running_var.double().numpy() - unbiased)
+    assert (error <= (4 * additions * kappa * u + 2 * rounding) * unbiased).all()
+
+
 def case_welford_within_bound(rank, world):
-    """Uneven and empty ranks; records that fit the frame, and records that need an all-gather.
-    Bound: Chan, Golub and LeVeque, n kappa u for n additions in a row; see tests/cpp."""
+    """Uneven and empty ranks; records that fit the frame, and records that do not."""
     rng = np.random.default_rng(33)
     for channels, dtype in ((7, "float16"), (7, "float32"), (7, "float64"), (3000, "float32")):
         x = oracle.round_to(2 + rng.standard_normal((12, channels, 9)), dtype)
@@ -103,21 +120,7 @@ def case_welford_within_bound(rank, world):
             mine = to_tensor(x[shards(12, world, kind)[rank]], dtype)
             layer = welford_layer(channels)
             layer(mine)
-            gathered = [torch.empty_like(layer.running_mean) for _ in range(world)]
-            for value in (layer.running_mean, layer.running_var):
-                dist.all_gather(gathered, value)
-                assert all(torch.equal(g, value) for g in gathered), "not the same on every rank"
-            n, u = 12 * 9, 2.0**-24 if dtype != "float64" else 2.0**-53
-            mean, var = x.mean((0, 2)), x.var((0, 2))
-            kappa = np.sqrt(1 + mean**2 / var)
-            rounding = 2.0**-24  # of the buffers
-            error = np.abs(layer.running_mean.double().numpy() - mean)
-            deviation = np.sqrt(var)
-            allowed = 4 * n * u * (np.abs(mean) + deviation) + rounding * np.abs(mean)
-            assert (error <= allowed).all()
-            unbiased = var * n / (n - 1)
-            error = np.abs(layer.running_var.double().numpy() - unbiased)
-            assert (error <= (4 * n * kappa * u + 2 * rounding) * unbiased).all()
+            check_welford(layer, x, 12 * 9, 2.0**-53 if dtype == "float64" else 2.0**-24)
 
 
 def case_welford_gradients(rank, world):

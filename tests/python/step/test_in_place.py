@@ -150,8 +150,18 @@ def test_refused_arguments():
         with pytest.raises(ValueError, match=text):
             layer(*arguments)
         assert torch.equal(arguments[0], kept)
-    with pytest.raises(ValueError, match="inplace: got True for a list"):
-        layer([x.clone(), x.clone()])
+    own = torch.randn(2, 4, 6)
+    for given, text in (
+        (([own, x.clone().requires_grad_()],), r"inputs\[1\], of device 1: input: got a leaf"),
+        (([own, wide[:, :4]],), r"inputs\[1\], of device 1: input: got a view"),
+        (([own, x.clone()], [x, x]), r"inputs\[0\], of device 0: inplace: got True with a res"),
+        (([own, x.clone()], None, [None, x[:, 0] > 0]), r"inputs\[1\], .*mask: got one with"),
+        (([own, own],), "inputs: got two in one memory with inplace=True, expected memory"),
+    ):
+        kept = own.clone()
+        with pytest.raises(ValueError, match=text):
+            layer(*given)
+        assert torch.equal(own, kept)
 
 
 def test_every_level_recovers_the_same_signs_exact():
