@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batch normalization as one operator, for graphs: training and inference are two operators that
 share their variables (docs/forked_graph.md). A training operator is a step of a layer, with rules
-of its own for what it saves."""
+of its own for what it saves. This module has no promise of compatibility between versions."""
 
 import math
 import struct
