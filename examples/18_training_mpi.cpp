@@ -2,7 +2,6 @@
 // Ranks of MPI train batch norm and a weighted sum of its channels, on threads of OpenMP.
 // mpiexec -n 2 example_18_training_mpi
 #include <mpi.h>
-#include <omp.h>
 
 #include <algorithm>
 #include <chrono>
@@ -13,13 +12,15 @@
 #include <syncbn/mpi.hpp>
 #include <vector>
 
+constexpr int kThreads = 2;
+
 class OpenMp final : public syncbn::Executor {
  public:
-  int concurrency() const override { return omp_get_max_threads(); }
+  int concurrency() const override { return kThreads; }
   void parallel_for(std::int64_t begin, std::int64_t end, std::int64_t grain,
                     const Body& body) override {
-    const std::int64_t step = std::max(grain, (end - begin + concurrency() - 1) / concurrency());
-#pragma omp parallel for
+    const std::int64_t step = std::max(grain, (end - begin + kThreads - 1) / kThreads);
+#pragma omp parallel for num_threads(kThreads)
     for (std::int64_t i = begin; i < end; i += step) {
       body(i, std::min(i + step, end));
     }
