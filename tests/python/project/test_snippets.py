@@ -51,7 +51,7 @@ def test_every_block_is_covered(page):
 
 @pytest.mark.parametrize(("page", "file"), test_examples.ELSEWHERE.items())
 def test_pages_that_run_elsewhere_do(page, file):
-    runs = rf'snippets\("{page}"\)|parametrize\(\s*"page", \([^)]*"{page}"'
+    runs = rf'snippets\("{page}"\)|parametrize\(\s*"page\b[^=]*?"{page}"'
     (path,) = (PROJECT / "tests" / "python").glob(f"*/{file}")
     assert re.search(runs, path.read_text(encoding="utf-8"))
 
