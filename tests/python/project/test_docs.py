@@ -173,7 +173,8 @@ def assert_tests_exist(named: str) -> None:
         assert function in paths[0].read_text(encoding="utf-8"), (name, function)
 
 
-FILES = [p for folder in ("tests", "examples") for p in (PROJECT / folder).rglob("*.*")]
+FOLDERS = ("tests", "examples", "benchmarks")
+FILES = [p for folder in FOLDERS for p in (PROJECT / folder).rglob("*.*")]
 
 
 def test_each_promise_has_tests_that_are_there():
