@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole networks with the same bits on any number of processes: python examples/21_shares.py
-[--steps 20] [--changes 10] [--processes 1 2 3 4] [--networks residual unet]
+[--steps 20] [--changes 10] [--processes 1 2 3 4] [--networks residual unet] [--table]
 
-Trains each network by four shares on each number of processes, then once more while that number
+With --table it prints hashes of a network on 1, 2 and 4 processes, by DDP and by shares. Otherwise
+it trains each network by four shares on each number of processes, then once more while that number
 changes: each time a process is killed with SIGKILL, and others go on from the last checkpoint.
 Exits with 1 if the hashes of parameters, buffers, averages and optimizer states differ. With 500
 steps it takes 18 minutes of a processor.
@@ -11,6 +12,7 @@ steps it takes 18 minutes of a processor.
 import argparse
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +21,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing import start_processes
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import syncbn
 
@@ -132,6 +137,51 @@ def train(name: str, steps: int, folder: Path, dies_at: int) -> None:
         (folder / "hash").write_text(syncbn.fingerprint(network, average, optimizer))
 
 
+def train_for_table(rank: int, world: int, way: str, port: int, folder: Path) -> None:
+    """What each process does. Only the first parameters and the dataset are random."""
+    torch.set_num_threads(1)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+    torch.manual_seed(0)
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 5)]
+    network = nn.Sequential(block(3, 16), block(16, 32, 2), *head)
+    network = syncbn.convert_sync_batchnorm(network)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
+    dataset = TensorDataset(torch.randn(8 * 16, 3, 32, 32), torch.arange(8 * 16) % 5)
+    if way == "Shares":
+        training = syncbn.Shares(network, shares=4, seed=0)
+        for batches in training.loader(dataset, batch_size=16):
+            training.step(loss, batches)  # forward and backward of this process's shares
+            optimizer.step()
+            optimizer.zero_grad()
+    else:
+        ddp = DistributedDataParallel(network)
+        samples = DistributedSampler(dataset, shuffle=False)
+        for batch in DataLoader(dataset, 16 // world, sampler=samples):
+            loss(ddp, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    if rank == 0:
+        (folder / "hash").write_text(syncbn.fingerprint(network, optimizer))
+    dist.destroy_process_group()
+
+
+def table() -> bool:
+    """Prints the hashes. Returns whether those of Shares are equal."""
+    print(f"{'':6}  {'1 process':12}  {'2 processes':12}  4 processes")
+    for way in ("DDP", "Shares"):
+        hashes = []
+        for world in (1, 2, 4):
+            with socket.create_server(("127.0.0.1", 0)) as unused:
+                port = unused.getsockname()[1]
+            with tempfile.TemporaryDirectory() as directory:
+                arguments = (world, way, port, Path(directory))
+                start_processes(train_for_table, arguments, world, start_method="fork")
+                hashes.append((Path(directory) / "hash").read_text()[:12])
+        print(f"{way:6}  {'  '.join(hashes)}", flush=True)
+    return len(set(hashes)) == 1
+
+
 def start(processes: int, name: str, steps: int, folder: Path, dies_at: int = -1) -> bool:
     """Runs train() on so many processes. Returns whether they came to the end."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -161,6 +211,7 @@ def main() -> int:
     parser.add_argument("--changes", type=int, default=10)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--networks", nargs="+", default=["residual", "unet"])
+    parser.add_argument("--table", action="store_true")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
@@ -171,6 +222,8 @@ def main() -> int:
         if dist.is_initialized():
             dist.destroy_process_group()
         return 0
+    if given.table:
+        return 0 if table() else 1
     equal = True
     for name in given.networks:
         hashes = set()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks of mkdocs.yml: the site's pages that are files of the repository's root, which are written
-once, for readers of the repository, links to files that the site does not have, the docstrings of
-the names in docs/api.md, and the C++ headers."""
+"""Hooks of mkdocs.yml: the site's pages that are files outside of docs/, which are written once,
+for readers of the repository, links to files that the site does not have, the docstrings of the
+names in docs/api.md, and the C++ headers."""
 
 import re
 from pathlib import Path
@@ -15,6 +15,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
+    "src/README.md": "design.md",
 }
 # The page that the site makes of the C++ and C headers.
 CPP_REFERENCE = "cpp_reference.md"

@@ -18,7 +18,8 @@
 /// own. A direction has two doors. `begin` writes this rank's message. The caller sums the messages
 /// of all ranks. `finish` computes the statistics from the sum and writes the outputs. One rank
 /// alone, and a group on the CPU whose sums travel in parts, can make a direction in one call
-/// (forward_at_once, backward_at_once).
+/// (forward_at_once, backward_at_once). This header has no promise of compatibility between
+/// versions.
 ///
 /// Tensors x, dy, y and dx have shape (N, C, spatial...), any strides and one dtype. Arrays of
 /// doubles have C entries. All memory is on x's device, also messages and counters. Outputs must

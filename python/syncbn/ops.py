@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batch normalization as one operator, for graphs: training and inference are two operators that
-share their variables (docs/forked_graph.md)."""
+share their variables (docs/forked_graph.md). This module has no promise of compatibility between
+versions."""
 
 import math
 from typing import Any, NamedTuple

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How other code takes the layer: torch.fx as one call, whichever tracer is used; tables of other
 libraries by exact class; and PyTorch, in which this package changes two functions, with exceptions
-for its own layers, where code asks for torch.nn.SyncBatchNorm (docs/design.md)."""
+for its own layers, where code asks for torch.nn.SyncBatchNorm (src/README.md)."""
 
 import functools
 import sys

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Compiles a C program with what pkg-config says of the package that install.installed moved, and a
-# program of MPI with the line of docs/cpp.md.
+# program of MPI with the line of docs/cpp_guide.md.
 file(GLOB_RECURSE files ${prefix}/*.pc)
 list(GET files 0 file)
 cmake_path(GET file PARENT_PATH folder)
@@ -33,10 +33,10 @@ endforeach()
 
 find_program(mpicxx mpicxx)
 if(mpi AND mpicxx)
-  file(READ ${source_dir}/docs/cpp.md page)
+  file(READ ${source_dir}/docs/cpp_guide.md page)
   string(REGEX MATCH "`(mpicxx [^`]*)`" line "${page}")
   if(NOT line)
-    message(FATAL_ERROR "docs/cpp.md has no line of mpicxx")
+    message(FATAL_ERROR "docs/cpp_guide.md has no line of mpicxx")
   endif()
   file(COPY_FILE ${source_dir}/examples/15_mpi.cpp ${work_dir}/main.cpp)
   set(ENV{OMPI_CXX} ${compiler})

@@ -44,7 +44,8 @@ def register_conversion(
     make: Callable[..., nn.Module],
     revert: Callable[[nn.Module], nn.Module] | None = None,
 ) -> None:
-    """Tells convert_sync_batchnorm what to do with layers of another class.
+    """Tells convert_sync_batchnorm what to do with layers of another class. The function has no
+    promise of compatibility between versions.
 
     Args:
         cls: the class. Its subclasses are not included. A second call replaces the first.

@@ -89,7 +89,7 @@ def test_example_on_two_ranks(tmp_path, name):
 
 def test_start_prints_what_its_page_quotes(tmp_path):
     printed = run(tmp_path, "examples/00_start.py", world=2)
-    lines = quoted_print("start.md", "00_start.py").splitlines()
+    lines = quoted_print("docs/start.md", "00_start.py").splitlines()
     for rank, (said, line) in enumerate(zip(printed, lines[2:], strict=True)):
         assert line in said and line.startswith(f"rank {rank}: ")
     report = {*lines[0].split(), *lines[1].split()}
@@ -144,10 +144,27 @@ def test_page_on_two_ranks(tmp_path, page, after):
 
 
 def quoted_print(page, program):
-    text = (PROJECT / "docs" / page).read_text(encoding="utf-8")
+    text = (PROJECT / page).read_text(encoding="utf-8")
     quoted = text.partition(f"<!-- printed by examples/{program} -->\n```\n")[2].partition("```")[0]
     assert quoted
     return quoted
+
+
+def hashes_of(table):
+    heads, *rows = table.splitlines()
+    assert heads.split() == "1 process 2 processes 4 processes".split()
+    found = {way: hashes for way, *hashes in map(str.split, rows)}
+    assert {len(h) for hashes in found.values() for h in hashes} == {12}
+    return found["DDP"], found["Shares"]
+
+
+def test_hashes_of_shares_are_one_and_those_of_ddp_differ_exact(tmp_path):
+    """As the README has them; other processors have other hashes."""
+    (printed,) = run(tmp_path, "examples/21_shares.py", "--table")
+    for table in (printed, quoted_print("README.md", "21_shares.py")):
+        by_ddp, by_shares = hashes_of(table)
+        assert len(by_ddp) == len(set(by_ddp)) == len(by_shares) == 3
+        assert len(set(by_shares)) == 1
 
 
 @pytest.mark.parametrize("name", TUTORIAL)
@@ -155,7 +172,7 @@ def test_tutorial_quotes_what_its_programs_print(name, tmp_path):
     if name != "20_point_clouds.py":
         pytest.importorskip("sklearn")
     printed = run(tmp_path, f"examples/{name}", world=4)
-    assert quoted_print("tutorial.md", name) in printed[0]
+    assert quoted_print("docs/tutorial.md", name) in printed[0]
 
 
 @pytest.mark.parametrize("options", ("--rates 1 2", "--boxes"))
@@ -177,7 +194,7 @@ def test_cpp_training_ends_as_its_page_says(tmp_path):
     subprocess.run([*command, library, f"-Wl,-rpath,{library.parent}"], check=True)
     printed = subprocess.run([program], capture_output=True, text=True, check=True).stdout
     own, shared = (line.split()[-3:] for line in printed.splitlines() if "step 300" in line)
-    page = (PROJECT / "docs" / "cpp.md").read_text(encoding="utf-8")
+    page = (PROJECT / "docs" / "cpp_guide.md").read_text(encoding="utf-8")
     assert "accuracies of {}, {} and {}.".format(*own) in page
     assert shared == [shared[0]] * 3 and f"end with {shared[0]} on each" in page
 
