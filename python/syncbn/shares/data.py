@@ -46,7 +46,8 @@ class _Parts(Dataset):
         return part
 
     def _draws(self) -> dict[str, Any]:
-        return Together(nn.Module(), {"dataset": self.dataset, "collate_fn": self.collate}).draws
+        others = {"dataset": self.dataset, "__getitem__": type(self.dataset).__getitem__}
+        return Together(nn.Module(), others | {"collate_fn": self.collate}).draws
 
     def _of(self, epoch: int, batch: int, share: int, indices: list[int]) -> Any:
         samples = []

@@ -60,7 +60,8 @@ class Together:
         self.draws: dict[str, Any] = {}
         self._kept: list[Any] = []  # or another would get its id
         self._seen: set[int] = set()
-        self._globals = getattr(_inner(others.get("loss")), "__globals__", None)
+        functions = map(_inner, others.values())
+        self._globals = [f.__globals__ for f in functions if hasattr(f, "__globals__")]
         self._tree = {id(m) for m in module.modules()}
         self._waiting = [_At(name, value, False) for name, value in others.items()]
         for path, m in module.named_modules():
@@ -150,7 +151,7 @@ class Together:
             except ValueError:  # is empty yet
                 continue
         yield f"{function.__name__}.__defaults__", (function.__defaults__, function.__kwdefaults__)
-        if function.__globals__ is self._globals:
+        if any(function.__globals__ is known for known in self._globals):
             for name in _names_in(code):
                 if name in function.__globals__:
                     yield name, function.__globals__[name]
