@@ -133,6 +133,15 @@ PIVOTS = {
         "variant",
         lambda row: f"{milliseconds(row)} ({row['ratio'][1]:.2f})",
     ),
+    "shares": Pivot(
+        "A step of syncbn.Shares over the plain program's: time (milliseconds), peak memory",
+        ["network", "shares"],
+        "ranks",
+        lambda row: (
+            f"{row['ratio']:.2f} ({number(row['milliseconds']['Shares'])}), "
+            f"{row['memory_ratio']:.2f}"
+        ),
+    ),
     "jax": Pivot(
         "One float32 layer in JAX: milliseconds of ours / of flax's (ratio)",
         ["devices", "shape"],
@@ -150,7 +159,7 @@ def pivot_table(results: dict, part: str) -> str:
     lines: dict[tuple, dict[str, str]] = {}
     for row in filter(includes, results.get(part, [])):
         key = tuple(shape_text(row[k]) if k == "shape" else str(row[k]) for k in keys)
-        lines.setdefault(key, {})[row[column].split(" (")[0]] = cell(row)
+        lines.setdefault(key, {})[str(row[column]).split(" (")[0]] = cell(row)
     columns = list(dict.fromkeys(c for line in lines.values() for c in line))
     rows = [[*key, *(line.get(c, "") for c in columns)] for key, line in lines.items()]
     head = [word.replace("_", " ") for word in (*keys, *columns)]
