@@ -9,6 +9,7 @@ what was there before, from the allocations that PyTorch's profiler records.
 
 import argparse
 
+import common
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -84,7 +85,7 @@ def measure(norm, batch: int) -> tuple[float, float]:
         step(mark)
     events = profiler.profiler.kineto_results.events()
     marked = min(e.start_ns() for e in events if e.name() == "between")
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    changes = common.allocations(profiler)
     held = peak = total = 0
     for time, size in changes:
         total += size

@@ -2,6 +2,7 @@
 """What the benchmarks share: shapes, timing in turns, summaries, the machine."""
 
 import datetime
+import itertools
 import json
 import math
 import os
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 import syncbn
 
@@ -81,6 +83,20 @@ class Clock:
         result = function(*arguments)
         self.times.setdefault(name, []).append(1e3 * (time.perf_counter() - start))
         return result
+
+
+def allocations(profiler: profile) -> list[tuple[int, int]]:
+    """Times and sizes of what a profile of memory saw; what was freed has a negative size."""
+    events = profiler.profiler.kineto_results.events()
+    return sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+
+
+def peak_of(step: Callable[[], Any]) -> float:
+    """MiB at the peak of a step, beyond what was there before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    sizes = itertools.accumulate(size for _, size in allocations(profiler))
+    return max(sizes, default=0) / 2**20
 
 
 def quartiles(values: list[float]) -> list[float]:

@@ -145,6 +145,15 @@ PIVOTS = {
         "variant",
         lambda row: f"{milliseconds(row)} ({row['ratio'][1]:.2f})",
     ),
+    "shares": Pivot(
+        "A step of syncbn.Shares over the plain program's: time (milliseconds), peak memory",
+        ["network", "shares"],
+        "ranks",
+        lambda row: (
+            f"{row['ratio']:.2f} ({number(row['milliseconds']['Shares'])}), "
+            f"{row['memory_ratio']:.2f}"
+        ),
+    ),
     "jax": Pivot(
         "One float32 layer in JAX: milliseconds of ours / of flax's (ratio)",
         ["devices", "shape"],

@@ -13,6 +13,7 @@ layers    bench_layer: one layer against PyTorch's batch norm, one process
 welford   bench_layer: a forward with Welford statistics against one with exact sums, and PyTorch's
 ranks     bench_ranks: one layer of 2 and 4 processes against the usual recipe
 steps     bench_step: training steps of 2 processes
+shares    bench_shares: steps of syncbn.Shares against those of plain programs, 1 and 2 processes
 jax       bench_jax: one layer in JAX against flax's, on 1, 2 and 4 devices
 
 Times are [lower quartile, median, upper quartile]. Run it on a quiet machine: the load before and
@@ -35,6 +36,7 @@ from typing import NamedTuple
 
 import bench_layer
 import bench_ranks
+import bench_shares
 import bench_step
 import common
 import processes
@@ -145,6 +147,15 @@ def steps(form: Form, programs: Path) -> list[dict]:
     return processes.run(2, [(bench_step.measure_steps, {"batches": form.batches} | limits)])
 
 
+def shares(form: Form, programs: Path) -> list[dict]:
+    networks = [
+        name for name in bench_shares.NETWORKS if name in form.batches or len(form.batches) > 1
+    ]
+    limits = {"seconds": form.step_seconds, "least": form.rounds}
+    work = (bench_shares.measure_shares, {"networks": networks} | limits)
+    return [row for number in (1, 2) for row in processes.run(number, [work])]
+
+
 def jax(form: Form, programs: Path) -> list[dict]:
     """In processes of their own: JAX counts its devices once."""
     command = [sys.executable, str(common.FOLDER / "bench_jax.py")]
@@ -158,7 +169,7 @@ def jax(form: Form, programs: Path) -> list[dict]:
     return rows
 
 
-PARTS = (layers, welford, passes, exchange, curve, threads, ranks, steps, jax)
+PARTS = (layers, welford, passes, exchange, curve, threads, ranks, steps, shares, jax)
 PARTS = {part.__name__: part for part in PARTS}
 
 

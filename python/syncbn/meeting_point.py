@@ -11,6 +11,7 @@ from .baton import OperatorCall, Request
 from .devices import train_on_devices
 from .errors import DivergenceError
 from .exchange.turn import refuse
+from .nn import SyncBatchNorm
 from .step.surroundings import has_no_values
 
 
@@ -67,7 +68,9 @@ class Meeting:
             if isinstance(first.layer, OperatorCall):
                 return first.layer.together(xs)
             if len(waiting) == 1:
-                return [first.layer.forward(first.x, first.residual, first.mask)]
+                # Not the forward of a class that made this call, such as timm's.
+                given = first.x, first.residual, first.mask
+                return [SyncBatchNorm.forward(first.layer, *given)]
             residuals = [r.residual for r in waiting if r.residual is not None]
             masks = [r.mask for r in waiting]
             return train_on_devices(first.layer, xs, residuals or None, masks)

@@ -8,6 +8,7 @@ closures and lists that hold a module find what the share has.
 """
 
 import collections
+import copy
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,18 +22,20 @@ _HOOKS = (
     *("_backward_hooks", "_backward_pre_hooks"),
 )
 #: What no forward changes: submodules, and what state_dict() is made with.
-_SHARED = (
+SHARED = (
     *("_modules", "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks"),
     *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
 _TENSORS = ("_parameters", "_buffers")
-_CONTAINERS = (list, tuple, dict, collections.OrderedDict, set)
+_DICTIONARIES = (collections.OrderedDict, collections.defaultdict, collections.Counter)
+#: Of which each share has its own.
+CONTAINERS = (list, tuple, set, dict, collections.deque, *_DICTIONARIES)
 _NOTHING = object()
 
 
 def _seen(value: Any) -> Any:
     """What a container holds now, to be compared with what it holds later."""
-    if type(value) not in _CONTAINERS:
+    if type(value) not in CONTAINERS:
         return value
     items = itertools.chain(*value.items()) if isinstance(value, dict) else value
     return [value, *map(_seen, items)]
@@ -63,7 +66,7 @@ class Namespaces:
         self.base = [vars(m) for m in self.modules]
         self._substitutes, self._kept = substitutes, list[Tensor]()
         self.spaces = [[self._begun(b, own) for b in self.base] for own in substitutes]
-        self._last = [{n: _seen(v) for n, v in b.items() if n not in _SHARED} for b in self.base]
+        self._last = [{n: _seen(v) for n, v in b.items() if n not in SHARED} for b in self.base]
 
     def enter(self, k: int) -> None:
         """Share k runs next."""
@@ -94,7 +97,7 @@ class Namespaces:
         return run
 
     def _begun(self, base: dict[str, Any], own: dict[int, Tensor]) -> dict[str, Any]:
-        return {n: v if n in _SHARED else self._of_share(v, own) for n, v in base.items()}
+        return {n: v if n in SHARED else self._of_share(v, own) for n, v in base.items()}
 
     def _of_share(self, value: Any, own: dict[int, Tensor]) -> Any:
         if isinstance(value, Tensor):
@@ -106,10 +109,13 @@ class Namespaces:
             own[id(value)] = value.detach().clone()
             return own[id(value)]
         kind = type(value)
-        if kind not in _CONTAINERS:
+        if kind not in CONTAINERS:
             return value
-        if isinstance(value, dict):
-            return kind((n, self._of_share(v, own)) for n, v in value.items())
+        if isinstance(value, (dict, collections.deque)):
+            made = copy.copy(value)
+            for n, v in value.items() if isinstance(value, dict) else enumerate(value):
+                made[n] = self._of_share(v, own)
+            return made
         return kind([self._of_share(v, own) for v in value])
 
     def refresh(self) -> None:
@@ -121,7 +127,7 @@ class Namespaces:
                 for space in self.spaces:
                     space[i].pop(name, None)
             for name, value in base.items():
-                if name in _SHARED or name in _TENSORS:
+                if name in SHARED or name in _TENSORS:
                     continue
                 seen = _seen(value)
                 if _differ(seen, last.get(name, _NOTHING)):

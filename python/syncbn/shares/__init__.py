@@ -29,7 +29,7 @@ from .data import Loader
 from .gradients import add_means
 from .streams import Streams, number_of
 from .tensors import Tensors, bits
-from .turns import Turns
+from .turns import LOOKS, Turns
 
 __all__ = ["Shares"]
 
@@ -113,7 +113,7 @@ class Shares(nn.Module):
         """What is not pickled."""
         self._tensors: Tensors | None = None
         self._exact: list[Tensor | None] = []
-        self._looked: set[Any] = set()
+        self._looked: dict[Any, int] = {}
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._rates: list[float] = []
         own = weakref.ref(self)
@@ -232,9 +232,9 @@ class Shares(nn.Module):
             self._forget()
             raise
 
-    def _prepared(self, loss: Any, batches: Any) -> tuple[Tensors, bool]:
+    def _prepared(self, loss: Any, batches: Any) -> tuple[Tensors, int]:
         """Checks what the step begins with, and brings it to the namespaces. Gives the shares'
-        tensors, and whether it is the first step of such a loss."""
+        tensors, and how many of the first steps of such a loss are left."""
         count = len(self.mine)
         if not callable(loss):
             raise ValueError(f"loss: got {loss!r}, expected a function of the model and a batch")
@@ -266,7 +266,7 @@ class Shares(nn.Module):
             self._layers = [m for m in self.module.modules() if isinstance(m, SyncBatchNorm)]
             tensors = self._tensors = Tensors(self.module, self._layers, count)
             self._exact = [None] * len(tensors.trained)
-            self._looked = set()
+            self._looked = {}
         for name, p in tensors.trained.items():
             if p._backward_hooks or p._post_accumulate_grad_hooks:
                 raise ValueError(
@@ -275,8 +275,8 @@ class Shares(nn.Module):
                 )
         key = getattr(loss, "func", loss)
         key = getattr(key, "__code__", type(key))
-        looks = key not in self._looked
-        self._looked.add(key)
+        self._looked[key] = self._looked.get(key, 0) + 1
+        looks = max(LOOKS + 1 - self._looked[key], 0)
         tensors.refresh(looks)
         return tensors, looks
 
@@ -307,7 +307,7 @@ class Shares(nn.Module):
         written: list[str],
         numbers: list[list[float]],
         likes: dict[str, Tensor],
-        looks: bool,
+        looks: int,
     ) -> Any:
         """Compares what processes must have alike, and adds up what their shares have."""
         parties, names = self._parties, {free.name: free for free in tensors.free}
@@ -327,7 +327,7 @@ class Shares(nn.Module):
             self._exact = [None] * len(trained)
         changed = [n for n, flag in zip(names, largest[len(exponents) :]) if flag == 1]
         self._keep([names[n] for n in changed], tensors)
-        if looks:
+        if looks == 1:
             tensors.settle(changed)
         self.steps += 1
         values = words[:, len(head) :].sum(0).view(torch.float64).view(own.shape)

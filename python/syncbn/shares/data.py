@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 from ..step.options import check_integer
 from .streams import number_of, seeded
+from .together import Together
 
 
 class _Place(NamedTuple):
@@ -27,9 +29,27 @@ class _Parts(Dataset):
 
     def __init__(self, dataset: Any, seed: int, collate: Callable[[list], Any]) -> None:
         self.dataset, self.seed, self.collate = dataset, seed, collate
+        self._looks = True  # in each worker
 
     def __getitem__(self, place: _Place) -> Any:
-        epoch, batch, share, indices = place
+        if not self._looks:
+            return self._of(*place)
+        self._looks = False
+        before = self._draws()
+        part = self._of(*place)
+        for name, state in self._draws().items():
+            if before.get(name) != state:
+                raise ValueError(
+                    f"dataset: got random numbers from the generator {name!r}, expected those of "
+                    "PyTorch's, NumPy's and Python's default ones, which depend on the sample alone"
+                )
+        return part
+
+    def _draws(self) -> dict[str, Any]:
+        others = {"dataset": self.dataset, "__getitem__": type(self.dataset).__getitem__}
+        return Together(nn.Module(), others | {"collate_fn": self.collate}).draws
+
+    def _of(self, epoch: int, batch: int, share: int, indices: list[int]) -> Any:
         samples = []
         for index in indices:
             with seeded(self.seed, "sample", epoch, index):

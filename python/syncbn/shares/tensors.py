@@ -71,7 +71,7 @@ class _Free:
         self.mark(base)
         return self.own
 
-    def written(self, base: Tensor, now: Sequence[Tensor | None], looks: bool) -> bool:
+    def written(self, base: Tensor, now: Sequence[Tensor | None], looks: int) -> bool:
         """Tells whether the first of these shares wrote to it, in another way than it was."""
         for own, mark in zip(now, self._marks):
             if own is None or own.shape != base.shape or own.dtype != base.dtype:
@@ -81,16 +81,19 @@ class _Free:
                 )
             moved = _moved(own, mark)
             if self.shared and moved:
-                raise ValueError(
-                    f"module: got a forward that writes to the frozen parameter {self.name!r} now, "
-                    "and did not in its first step; expected a buffer"
-                )
+                self.refuse()
             if looks and not self.shared and not moved:
                 self.restless = self.restless or not _same(own, base)
         first = now[0]
         if self.shared or first is None:
             return False
         return (self.restless or _moved(first, self._marks[0])) and not _same(first, base)
+
+    def refuse(self) -> None:
+        raise ValueError(
+            f"module: got a forward that writes to the frozen parameter {self.name!r} now, and did "
+            "not in its first steps; expected a buffer"
+        )
 
     def share(self, base: Tensor) -> None:
         """Drops the copies of a parameter to which nobody writes."""
@@ -124,7 +127,8 @@ class Tensors:
         self.spaces = Namespaces(module, substitutes)
         self.made_of = self.key(module)
         self._versions: list[int] = []
-        self._sums: Tensor | None = None
+        self._sums: dict[str, int] = {}
+        self._looks = False
 
     @staticmethod
     def _alias(parameter: nn.Parameter) -> nn.Parameter:
@@ -165,7 +169,7 @@ class Tensors:
         i, kind, name = free.place
         return [space[i][kind].get(name) for space in self.spaces.spaces]
 
-    def refresh(self, looks: bool) -> None:
+    def refresh(self, looks: int) -> None:
         """Brings what the program changed since the last step to the shares. looks: at what
         check_written() cannot see otherwise."""
         self.spaces.refresh()
@@ -180,21 +184,29 @@ class Tensors:
             ):
                 space[i][kind][name] = own
         self._versions = [p._version for p in self.trained.values()]
-        self._sums = self._sums_of_bits() if looks else None
+        self._looks = bool(looks)
+        self._sums = self._sums_of_bits()
 
-    def _sums_of_bits(self) -> Tensor:
-        return torch.stack([_sum_of_bits(p) for p in self.trained.values()])
+    def _sums_of_bits(self) -> dict[str, int]:
+        """Of the tensors that shares have together, to which a forward may write past versions."""
+        some = dict(self.trained) if self._looks else {}
+        some |= {free.name: self._base(free) for free in self.free if free.shared}
+        sums = [_sum_of_bits(t) for t in some.values()]
+        return dict(zip(some, torch.stack(sums).tolist())) if sums else {}
 
     def check_written(self) -> None:
         """Refuses a forward that wrote to a parameter that is trained."""
-        sums = None if self._sums is None else (self._sums != self._sums_of_bits()).tolist()
+        written = dict(self._sums.items() - self._sums_of_bits().items())
         for j, (name, p) in enumerate(self.trained.items()):
             moved = any(aliases[j].data_ptr() != p.data_ptr() for aliases in self.aliases)
-            if moved or p._version != self._versions[j] or (sums is not None and sums[j]):
+            if moved or p._version != self._versions[j] or name in written:
                 raise ValueError(
                     f"module: got a forward that writes to the trained parameter {name!r}, "
                     "expected such changes after training.step(): each share would make them"
                 )
+        for free in self.free:
+            if free.name in written:
+                free.refuse()
         held = [space[i]["_parameters"] for space in self.spaces.spaces for i in range(len(space))]
         own = {id(a) for aliases in self.aliases for a in aliases}
         own |= {id(t) for free in self.free for t in (*free.own, self._base(free))} | self.exact
@@ -206,7 +218,7 @@ class Tensors:
                         "the constructor: each share would have another"
                     )
 
-    def written(self, looks: bool) -> list[_Free]:
+    def written(self, looks: int) -> list[_Free]:
         """Gives what this process's first share wrote to."""
         return [f for f in self.free if f.written(self._base(f), self._now(f), looks)]
 
@@ -228,7 +240,7 @@ class Tensors:
                 base.copy_(own)
 
     def settle(self, written: Sequence[str]) -> None:
-        """Ends the first look: copies of frozen parameters that nobody writes to are dropped."""
+        """Ends the first looks: copies of frozen parameters that nobody writes to are dropped."""
         for free in self.free:
             base = self._base(free)
             if free.place[1] == "_parameters" and not free.shared and free.name not in written:

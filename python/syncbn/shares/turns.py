@@ -15,6 +15,10 @@ from ..baton import run_in_turns
 from ..step import node, recomputation
 from .streams import Streams
 from .tensors import Tensors
+from .together import Together
+
+#: After so many steps of a loss little is looked at.
+LOOKS = 3
 
 
 class Turns:
@@ -27,24 +31,30 @@ class Turns:
         self._meet = meet
         self._tensors, self._mine, self._streams, self._module = tensors, mine, streams, module
 
+    # A function of TorchScript has other bits once it has run a few times.
+    @torch.jit.optimized_execution(False)
     def run(
         self,
         loss: Callable[[nn.Module, Any], Any],
         batches: Sequence[Any],
-        looks: bool,
+        looks: int,
         exact: list[Tensor | None],
         observer: Any,
     ) -> tuple[list[list[float]], dict[str, Tensor]]:
         """Makes forward and backward. Gives each share's numbers, and those of the first by name.
         Gradients of shares are kept by their tensors, and those of synchronized layers, which are
-        sums over all shares, are added to exact. looks: whether it is the first step of such a
-        loss, after which little is looked at."""
+        sums over all shares, are added to exact. looks: how many of the first steps of
+        such a loss are left, after which little is looked at."""
         tensors = self._tensors
+        again = 0 < looks < LOOKS  # what is made once, such as a table, is there
+        before = Together(self._module, {"loss": loss}) if again else None
         calls = [functools.partial(loss, self._module, batch) for batch in batches]
         with recomputation.wrapped(tensors.spaces.bound):
             worlds = [tensors.spaces, self._streams]
             outputs = run_in_turns(calls, self._meet, lambda *_: tensors.spaces.leave(), worlds)
         tensors.check_written()
+        if before is not None:
+            before.check(Together(self._module, {"loss": loss}), "forward")
         numbers = [_numbers(output) for output in outputs]
         names = [list(each) for each in numbers]
         if any(each != names[0] for each in names):
@@ -56,8 +66,11 @@ class Turns:
         for given in zip(self._mine, batches, losses) if observer else ():
             observer.share(*given)
         outside = self._look(losses, batches) if looks else []
+        before = Together(self._module, {"loss": loss}, True) if again else None
         with _apart(tensors.trained.values()) as reached:
             torch.autograd.backward(losses)
+        if before is not None:
+            before.check(Together(self._module, {"loss": loss}, True), "backward")
         if self._streams.drawn():
             raise ValueError(
                 "loss: got a backward that draws random numbers, expected them in the forward: "

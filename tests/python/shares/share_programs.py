@@ -2,11 +2,13 @@
 """Programs of many kinds, each a function that makes (network, loss). EQUAL: whose training has the
 same bits on any number of processes. REFUSED: with a part of the text that every rank gets."""
 
+import collections
 import functools
 import random
 import types
 
 import numpy as np
+import timm.layers
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -180,8 +182,14 @@ class Attributes(Base):
     def __init__(self):
         super().__init__()
         self.calls, self.moving, self.cache = 0, torch.zeros(8), {"last": []}
+        self.recent, self.counts = collections.deque(maxlen=3), collections.defaultdict(int)
+        self.kinds = collections.Counter("a")
 
     def forward(self, x):
+        self.recent.append(x.mean())
+        self.counts["calls"] += 1
+        self.kinds.update("a")
+        x = x + sum(self.recent) * self.counts["calls"] * self.kinds["a"]
         h = self.seen = self.a(x)
         self.calls += 1
         self.moving.mul_(0.5).add_(h.detach().mean(0))
@@ -279,6 +287,53 @@ class MomentumInPlaceOfData(_Momentum):
     def follow(self):
         for own, other in zip(self.key[0].parameters(), self.a.parameters()):
             own.data.mul_(0.9).add_(other.data, alpha=0.1)
+
+
+@equal
+class MomentumOfACopy(_Momentum):
+    """As MoCo begins: the first step writes what was there."""
+
+    def __init__(self):
+        super().__init__()
+        self.key[0].load_state_dict(self.a.state_dict())
+
+    def follow(self):
+        for own, other in zip(self.key[0].parameters(), self.a.parameters()):
+            own.data.lerp_(other.data, 0.1)
+
+
+@torch.jit.script
+def _silu(x):
+    return x * torch.sigmoid(x) + x.sin().exp()
+
+
+@equal
+class ScriptedFunction(Base):
+    """That TorchScript optimizes after a few calls."""
+
+    def forward(self, x):
+        return self.b(_silu(self.bn(self.a(x))))
+
+
+@equal
+def layer_with_a_forward_of_its_own():
+    """Which activates after that of the synchronized layer."""
+    acts = timm.layers.BatchNormAct2d(4, act_layer=nn.GELU)
+    return nn.Sequential(nn.Unflatten(1, (4, 1, 1)), acts, nn.Flatten(), Base()), loss
+
+
+@equal
+class FilledAtFirst(Base):
+    """A table that the first forward puts where all shares see it."""
+
+    def __init__(self):
+        super().__init__()
+        self.options = types.SimpleNamespace(table=None)
+
+    def forward(self, x):
+        if self.options.table is None:
+            self.options.table = torch.arange(8.0)
+        return self.b(self.bn(self.a(x)) + self.options.table)
 
 
 @equal
@@ -479,6 +534,105 @@ class GeneratorOfItsOwn(Base):
     def __init__(self):
         super().__init__()
         self.draws = np.random.default_rng(0)
+
+
+@refused("a forward that changes 'state.calls', which the shares of a process have together")
+class CountsInAnObject(Base):
+    def __init__(self):
+        super().__init__()
+        self.state = types.SimpleNamespace(calls=0, draws=np.random.RandomState(0))
+
+    def forward(self, x):
+        self.state.calls += 1
+        return super().forward(x) * (1 + 0.1 * self.state.calls)
+
+
+@refused("a forward that changes 'augment.draws'")
+class DrawsInAnObject(Base):
+    def __init__(self):
+        super().__init__()
+        self.augment = types.SimpleNamespace(draws=np.random.default_rng(0))
+
+    def forward(self, x):
+        return super().forward(x + self.augment.draws.normal())
+
+
+@refused("a forward that changes 'calls'")
+class CountsInTheClass(Base):
+    calls = 0
+
+    def forward(self, x):
+        type(self).calls += 1
+        return super().forward(x) * (1 + 0.1 * self.calls)
+
+
+_bank = []
+
+
+@refused("a forward that changes '_bank'")
+def remembers_in_a_global():
+    def compared(model, batch):
+        y = model(batch[0])
+        _bank.append(y.detach().mean(0))
+        return F.cross_entropy(y + torch.stack(_bank).mean(0), batch[1])
+
+    return Base(), compared
+
+
+def _changes(name, change):
+    """A loss that changes what lies outside of the model."""
+
+    def make():
+        kept = {
+            "center": torch.zeros(3),
+            "norm": nn.BatchNorm1d(3, affine=False),
+            "array": np.zeros(1),
+            "generator": torch.Generator(),
+            "other": iter(range(1000)),
+        }[name]
+
+        def with_it(model, batch):
+            return F.cross_entropy(model(batch[0]) + change(kept), batch[1])
+
+        return Base(), with_it
+
+    make.__name__ = f"changes_{name}"
+    return refused("a forward that changes 'kept")(make)
+
+
+_changes("center", lambda kept: kept.mul_(0.9).add_(torch.rand(3)))
+_changes("norm", lambda kept: kept(torch.randn(4, 3)).mean())
+_changes("array", lambda kept: np.add(kept, 1, out=kept).item())
+_changes("generator", lambda kept: torch.rand(3, generator=kept))
+_changes("other", lambda kept: 0.1 * next(kept))
+
+
+@refused("a backward that changes 'size'")
+class HookOfBackward(Base):
+    def __init__(self):
+        super().__init__()
+        self.size = torch.ones(())
+
+    def forward(self, x):
+        h = self.a(x)
+        h.register_hook(self.scaled)
+        return self.b(self.bn(h))
+
+    def scaled(self, gradient):
+        self.size = 0.5 * self.size + gradient.norm()
+        return gradient / self.size
+
+
+@refused("a backward that changes \"_buffers['size']\"")
+class BufferInBackward(HookOfBackward):
+    def __init__(self):
+        super().__init__()
+        del self.size
+        self.register_buffer("size", torch.ones(()))
+
+    def scaled(self, gradient):
+        self.size.mul_(0.5).add_(gradient.norm())
+        return gradient / self.size
 
 
 class _Rounds(torch.autograd.Function):

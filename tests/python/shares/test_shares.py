@@ -193,6 +193,34 @@ class Stream(torch.utils.data.IterableDataset):
         return 9
 
 
+class Draws(torch.utils.data.Dataset):
+    """As transforms of MONAI and Albumentations do, with a generator of their own."""
+
+    def __init__(self, generator):
+        self.transforms = [functools.partial(self.noisy, generator)]
+
+    @staticmethod
+    def noisy(generator, x):
+        own = isinstance(generator, torch.Generator)
+        return torch.rand(2, generator=generator) if own else x + generator.random()
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index):
+        return self.transforms[0](torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: np.random.default_rng(0), lambda: random.Random(0), torch.Generator]
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_datasets_that_draw_from_others_are_refused(make, workers):
+    loader = syncbn.Shares(small(), 2).loader(Draws(make()), 4, num_workers=workers)
+    with pytest.raises(ValueError, match="dataset: got random numbers from the generator 'dataset"):
+        next(iter(loader))
+
+
 def ones(count):
     return [torch.ones(2, 2)] * count
 
@@ -252,15 +280,16 @@ def test_parameters_may_be_frozen_between_steps_alone():
     assert model[0].weight.grad is not None
 
 
-def test_a_parameter_written_later_is_refused():
-    """Frozen ones have no copies once nobody wrote to them in the first step."""
+@pytest.mark.parametrize("change", [lambda p: p.mul_(0.9), lambda p: p.data.mul_(0.9)])
+def test_a_parameter_written_later_is_refused(change):
+    """Frozen ones have no copies once nobody wrote to them in the first steps."""
     model = nn.Sequential(small(), nn.Linear(3, 3).requires_grad_(False))
     training = syncbn.Shares(model, 2)
-    training.step(square, ones(2))
+    for _ in range(3):
+        training.step(square, ones(2))
 
     def follow(module, inputs):
-        with torch.no_grad():
-            module.weight.mul_(0.9)
+        change(module.weight)
 
     model[1].register_forward_pre_hook(follow)
     with pytest.raises(ValueError, match="writes to the frozen parameter '1.weight' now"):
