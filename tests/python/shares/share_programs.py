@@ -597,7 +597,7 @@ def _changes(name, change):
         return Base(), with_it
 
     make.__name__ = f"changes_{name}"
-    return refused("a forward that changes 'kept")(make)
+    return refused('a forward that changes "kept._buffers')(make)
 
 
 _changes("center", lambda kept: kept.mul_(0.9).add_(torch.rand(3)))
