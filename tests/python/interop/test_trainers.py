@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trainers of other libraries train by shares as docs/engines.md writes it, and end with the hash
-of the page's plain loop, on any number of processes."""
+of the plain loop, on any number of processes."""
 
 import re
 import subprocess
@@ -11,9 +11,16 @@ import pytest
 from snippets import blocks
 from support import PROJECT, library, snippets
 
-LOOP, *PROGRAMS = (b.text for b in blocks(PROJECT / "docs/engines.md") if b.kind == "python shares")
+PROGRAMS = [b.text for b in blocks(PROJECT / "docs/engines.md") if b.kind == "python shares"]
 LIBRARIES = ("accelerate", "lightning", "ignite", "transformers")
 WEEKLY = ("ignite", "transformers")
+LOOP = """
+for epoch in range(2):
+    for batches in loader:
+        training.step(loss, batches)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
 
 
 def hashes(folder, program: str, processes: int) -> set[str]:
