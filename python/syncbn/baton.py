@@ -38,7 +38,7 @@ def _kinds() -> tuple[str, ...]:
 
 
 class ThreadState(NamedTuple):
-    """What PyTorch keeps for each thread, a call may change, and results depend on."""
+    """The state that PyTorch keeps for each thread, a call may change, and results depend on."""
 
     inference: bool
     grad: bool
@@ -86,7 +86,7 @@ class ThreadState(NamedTuple):
 
 
 def _surroundings() -> tuple[Any, int, int]:
-    """What else a call could have entered: hooks of saved tensors, and modes of two kinds."""
+    """Gives what else a call could have entered: hooks of saved tensors, and modes of two kinds."""
     return (
         torch._C._autograd._top_saved_tensors_default_hooks(False),
         torch._C._len_torch_function_stack(),
@@ -285,7 +285,7 @@ def inside() -> bool:
 
 
 class Turns:
-    """One run of devices in turns. operators: whether they meet at operators. over: all devices
+    """A run of devices in turns. operators: whether they meet at operators. over: all devices
     have ended."""
 
     def __init__(self, operators: bool) -> None:

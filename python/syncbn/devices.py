@@ -146,7 +146,7 @@ class _BatchNormTrainingOfMany(torch.autograd.Function):
 
 
 class _Input(NamedTuple):
-    """What one device brings."""
+    """The tensors that one device brings."""
 
     x: Tensor
     residual: Tensor | None

@@ -37,7 +37,7 @@ def sync_batch_norm(
     timeout: "float | datetime.timedelta | None" = None,
     engine: EngineName = "auto",
 ) -> Tensor:
-    """Batch normalization with the statistics of all ranks of a process group.
+    """Normalizes a batch with the statistics of all ranks of a process group.
 
     Args:
         x: (N, C, *spatial), float16, bfloat16, float32 or float64, any strides. N may differ

@@ -43,7 +43,7 @@ def layers_of(module: nn.Module) -> dict[int, tuple[str, Any]]:
 
 
 class Meeting:
-    """What devices do at a layer: its list form, under the program's own namespaces."""
+    """The place where devices meet: a layer's list form, under the program's own namespaces."""
 
     def __init__(self, module: nn.Module, *spaces: Any) -> None:
         self._layers, self._spaces = layers_of(module), spaces

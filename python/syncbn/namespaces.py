@@ -34,7 +34,7 @@ _NOTHING = object()
 
 
 def _seen(value: Any) -> Any:
-    """What a container holds now, to be compared with what it holds later."""
+    """Notes what a container holds now, to be compared with what it holds later."""
     if type(value) not in CONTAINERS:
         return value
     items = itertools.chain(*value.items()) if isinstance(value, dict) else value
@@ -69,7 +69,7 @@ class Namespaces:
         self._last = [{n: _seen(v) for n, v in b.items() if n not in SHARED} for b in self.base]
 
     def enter(self, k: int) -> None:
-        """Share k runs next."""
+        """Says that share k runs next."""
         self.at = k
         for module, namespace in zip(self.modules, self.spaces[k]):
             write(module, namespace)
@@ -140,7 +140,7 @@ class Namespaces:
 
     @staticmethod
     def _bring_hooks(now: dict, last: list, own: dict) -> None:
-        """Also those stay that the share's forward has put there."""
+        """Keeps those, too, that the share's forward has put there."""
         before = dict(zip(last[1::2], last[2::2]))
         for number in before.keys() - now.keys():
             own.pop(number, None)

@@ -77,7 +77,7 @@ def register(cls: type[nn.Module], whole: bool) -> None:
 
 
 def _admitting(check: Callable, cls: type[nn.Module]) -> Callable:
-    """DistributedDataParallel's refusal of torch.nn.SyncBatchNorm on the CPU, which `cls` can."""
+    """Keeps DistributedDataParallel's refusal of torch.nn.SyncBatchNorm on the CPU, but for `cls`."""
 
     @functools.wraps(check)
     def admitting(self: DistributedDataParallel, module: nn.Module) -> None:
@@ -90,8 +90,8 @@ def _admitting(check: Callable, cls: type[nn.Module]) -> Callable:
 
 
 def _leaving(convert: Callable, cls: type[nn.Module]) -> Callable:
-    """PyTorch's conversion, which calls itself for each child. A layer of `cls` stays; a group that
-    the call names becomes its group."""
+    """Makes PyTorch's conversion, which calls itself for each child. A layer of `cls` stays; a
+    group that the call names becomes its group."""
 
     @functools.wraps(convert)
     def leaving(theirs: type, module: nn.Module, process_group: Any = None) -> nn.Module:

@@ -70,21 +70,26 @@ def kinds(text: str) -> Iterator[tuple[int, str]]:
 
 
 def docstrings(text: str) -> Iterator[tuple[int, str]]:
-    """A docstring of the Python package is a sentence that says what the thing is or does."""
+    """A docstring begins with a verb that says what the thing does, or with the article of what it
+    is."""
     lines = text.splitlines(keepends=True)
     for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
         said = ast.get_docstring(node)
-        if said is not None and (said.startswith("As ") or len(said.split()) < 3):
+        if said is not None and not re.match(r"(?:A|An|The|[A-Z]\w*s)\b", said):
             offset = sum(map(len, lines[: node.body[0].lineno - 1]))
-            yield offset, f"a docstring that is no sentence: {said}"
+            yield offset, f"a docstring without a verb or an article: {said}"
 
 
 def main() -> int:
     rule = {"wall": wall, "manners": manners, "kinds": kinds, "docstrings": docstrings}[sys.argv[1]]
     project = Path(sys.argv[2])
-    where = (("python/syncbn",), {".py"}) if rule is docstrings else (("include", "src"), SUFFIXES)
+    where = (
+        (("python/syncbn", "bindings/jax"), {".py"})
+        if rule is docstrings
+        else (("include", "src"), SUFFIXES)
+    )
     found = 0
     for path in files_in(project, *where):
         if rule is kinds and path.name in KNOWS_KINDS:

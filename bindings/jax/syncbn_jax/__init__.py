@@ -16,7 +16,7 @@ class DivergenceError(RuntimeError):
 
 
 def check(state: Any) -> None:
-    """Raise DivergenceError if devices did not make the same call of a layer.
+    """Raises DivergenceError if devices did not make the same call of a layer.
 
     Their outputs were NaN then, on all devices. Call it where a program looks at its loss: it waits
     for the devices. `state` is what batch_norm returned, an nnx.State, or any tree that has running

@@ -42,7 +42,7 @@ def batch_norm(
     name: str = "",
     call: jax.Array | int = 0,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Normalize x with the statistics of the samples of all devices.
+    """Normalizes x with the statistics of the samples of all devices.
 
     The bits of y, the new state and the gradients do not depend on how samples are divided among
     devices (docs/numerics.md). The new state has no gradient. vmap, forward mode and second
@@ -101,7 +101,7 @@ def _check_array(name: str, array: Any, dtypes: tuple[str, ...], shape: Any = No
 
 
 def _check(x, scale, bias, state, names, groups, axis, momentum, epsilon, call) -> int:
-    """Refuse what is not allowed. Returns how many devices share statistics."""
+    """Refuses what is not allowed. Returns how many devices share statistics."""
     _check_array("x", x, _DTYPES)
     _expect(2 <= x.ndim <= 12, "x", f"shape {x.shape}", "2 to 12 axes")
     fine = isinstance(axis, int) and -x.ndim <= axis < x.ndim

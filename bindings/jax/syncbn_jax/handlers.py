@@ -31,7 +31,7 @@ def varying(array: jax.Array) -> frozenset[str]:
 
 
 def vary(array: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """It, as one whose values may differ along these axes; sums its gradient over new ones."""
+    """Lets the array's values differ along these axes; sums its gradient over new ones."""
     new = tuple(sorted(set(axes) - varying(array)))
     if not new:
         return array
@@ -42,7 +42,7 @@ def vary(array: jax.Array, axes: Iterable[str]) -> jax.Array:
 def call_handler(
     name: str, results: Any, *arrays: jax.Array, aliases: Any = None, **attributes: float
 ) -> Any:
-    """What the handler writes, in arrays like `results`."""
+    """Gives what the handler writes, in arrays like `results`."""
     axes = frozenset().union(*map(varying, arrays))
     options: dict[str, Any] = {}
     if axes and hasattr(lax, "pvary"):

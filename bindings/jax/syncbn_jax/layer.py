@@ -13,8 +13,9 @@ _OPTIONS = ("axis_name", "axis_index_groups", "axis", "momentum", "epsilon", "na
 
 
 class BatchNorm(nnx.BatchNorm):
-    """flax.nnx.BatchNorm with the training step of batch_norm. Arguments, variables and evaluation
-    are those of nnx.BatchNorm; use_fast_variance means nothing, because sums are exact."""
+    """The layer flax.nnx.BatchNorm with the training step of batch_norm. Arguments, variables and
+    evaluation are those of nnx.BatchNorm; use_fast_variance means nothing, because sums are
+    exact."""
 
     def __init__(self, num_features: int, *, name: str = "", **options: Any) -> None:
         super().__init__(num_features, **options)

@@ -70,11 +70,11 @@ class BatchNorm(nn.Module):
 
     @property
     def attributes(self) -> BatchNormAttributes:
-        """Fixed when the layer was made; setting one raises AttributeError."""
+        """The attributes, fixed when the layer was made; setting one raises AttributeError."""
         return self._attributes
 
     def operator_attributes(self, is_infer: bool, layer_name: str) -> dict[str, Any]:
-        """Keyword arguments of this layer's operator for training or for inference."""
+        """Gives keyword arguments of this layer's operator for training or for inference."""
         return {"is_infer": is_infer, **vars(self.attributes), "layer_name": layer_name}
 
     def forward(self, x: Tensor) -> Tensor:

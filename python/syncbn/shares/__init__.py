@@ -110,7 +110,7 @@ class Shares(nn.Module):
         self._begin()
 
     def _begin(self) -> None:
-        """What is not pickled."""
+        """Makes what is not pickled."""
         self._tensors: Tensors | None = None
         self._exact: list[Tensor | None] = []
         self._looked: dict[Any, int] = {}
@@ -151,7 +151,7 @@ class Shares(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> None:
-        """What DistributedDataParallel asks for first."""
+        """Refuses DistributedDataParallel, which asks for this first."""
         raise ValueError(f"Shares: got DistributedDataParallel around it, {_PLACE}")
 
     def loader(
@@ -281,7 +281,7 @@ class Shares(nn.Module):
         return tensors, looks
 
     def _said(self) -> dict[str, object]:
-        """What processes must have alike in a step, besides its number."""
+        """Gives what processes must have alike in a step, besides its number."""
         named = self.module.named_parameters()
         said: dict[str, object] = {"no_sync": not self._syncs, **checks.options_of(self._device)}
         said |= {} if self._loader is None else self._loader.said()
@@ -379,7 +379,7 @@ class Shares(nn.Module):
                     tensor.copy_(whole.view(tensor.dtype).view(tensor.shape))
 
     def _alike(self) -> dict[str, Any]:
-        """What all processes, and those that go on with a checkpoint, must have alike."""
+        """Gives what all processes, and those that continue a checkpoint, must have alike."""
         environment = checks.environment_of(self._device)
         return {"shares": self.shares, "seed": self.seed, **environment}
 

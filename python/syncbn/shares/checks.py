@@ -22,7 +22,7 @@ _DENORMAL = torch.tensor(1e-310, dtype=torch.float64)
 
 
 def options_of(device: torch.device) -> dict[str, str]:
-    """What bits depend on besides the program and what it may change in the middle, by name."""
+    """Gives what bits depend on besides the program, and what it may change in the middle."""
     rounded = 1.0 + 1e-30 > 1.0, -1.0 - 1e-30 < -1.0, 1.0 - 1e-30 < 1.0
     autocast = [
         str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else "off"
@@ -38,7 +38,7 @@ def options_of(device: torch.device) -> dict[str, str]:
 
 
 def environment_of(device: torch.device) -> dict[str, str]:
-    """What bits depend on besides the program, by name."""
+    """Gives what bits depend on besides the program, by name."""
     found = {
         "PyTorch": str(torch.__version__),
         "threads": str(torch.get_num_threads()),
@@ -147,7 +147,7 @@ _told: Future | None = None
 
 
 def agree(refused: str, said: dict[str, Any], processes: int) -> None:
-    """Every process says why it refuses its arguments, if it does, and what must be alike. All
+    """Has every process say why it refuses its arguments, if it does, and what must be alike. All
     raise a ValueError, which names ranks. One that refuses its own does not wait for the others,
     unless it was refused before, too."""
     global _told

@@ -15,7 +15,7 @@ from .together import Together
 
 
 class _Place(NamedTuple):
-    """One share's part of a batch. samples: their indices in the dataset."""
+    """The part of a batch of one share. samples: their indices in the dataset."""
 
     epoch: int
     batch: int
@@ -124,7 +124,7 @@ class Loader:
         self.epoch, self._batch = state["epoch"], state["batch"]
 
     def said(self) -> dict[str, object]:
-        """What processes must have alike in a step."""
+        """Says what processes must have alike in a step."""
         return {
             "samples": len(self.dataset),
             "batch size": self.batch_size,
@@ -158,7 +158,7 @@ class Loader:
 
 
 class _Order(Sampler[list[_Place]]):
-    """What the DataLoader asks for its batches."""
+    """The sampler that the DataLoader asks for its batches."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader

@@ -50,7 +50,7 @@ class Streams:
             numpy.random.set_state(state[2])
 
     def enter(self, k: int) -> None:
-        """Share k draws next."""
+        """Says that share k draws next."""
         if k != self._at:
             if self._at >= 0:
                 self._states[self._at] = self.state()
@@ -73,7 +73,7 @@ class Streams:
 
 @contextlib.contextmanager
 def seeded(*parts: object) -> Iterator[None]:
-    """Random numbers on the CPU that these parts decide, in a with block."""
+    """Gives random numbers on the CPU that these parts decide, in a with block."""
     streams = Streams([number_of(*parts)], torch.device("cpu"))
     streams.enter(0)
     try:

@@ -188,7 +188,8 @@ class Tensors:
         self._sums = self._sums_of_bits()
 
     def _sums_of_bits(self) -> dict[str, int]:
-        """Of the tensors that shares have together, to which a forward may write past versions."""
+        """Sums the bits of tensors that shares have together, to which a forward may write past
+        versions."""
         some = dict(self.trained) if self._looks else {}
         some |= {free.name: self._base(free) for free in self.free if free.shared}
         sums = [_sum_of_bits(t) for t in some.values()]

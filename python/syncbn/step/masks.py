@@ -54,7 +54,7 @@ def plain(
     momentum: float,
     local_batch: bool = False,
 ) -> Tensor:
-    """PyTorch's own operators: batch norm of the elements that count, addition and activation.
+    """Calls PyTorch's operators: batch norm of the elements that count, addition and activation.
     local_batch: statistics are those of x, so batch norm is given those elements alone."""
     parameters = running_mean, running_var, weight, bias
 

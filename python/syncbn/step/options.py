@@ -32,7 +32,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class Activation(NamedTuple):
-    """What the layer ends with. Where it does not hand its input on, it multiplies by a slope."""
+    """The end of a layer. Where it does not hand its input on, it multiplies by a slope."""
 
     number: int  #: of the core's ActivationKind
     slope: float | None  #: None: the option negative_slope
@@ -54,7 +54,7 @@ def activation_of(name: ActivationName) -> Activation:
 
 
 class Options(NamedTuple):
-    """What is constant over the calls of a layer. sync False: no exchange."""
+    """The constants over the calls of a layer. sync False: no exchange."""
 
     sync: bool = True
     eps: float = 1e-5
@@ -66,7 +66,7 @@ class Options(NamedTuple):
     inplace: bool = False
 
     def shared(self) -> dict[str, object]:
-        """Those that ranks must have in common, by name."""
+        """Gives those that ranks must have in common, by name."""
         own: dict[str, object] = {
             "eps": self.eps,
             "statistics": self.statistics,
@@ -193,7 +193,7 @@ def check_options(options: Options) -> None:
 
 
 class Form(NamedTuple):
-    """What a step takes of its options. acts: it ends with an activation. gathers: statistics are
+    """The options as a step takes them. acts: it ends with an activation. gathers: statistics are
     merged from records. in_place: y lies over x. shares: gradients of parameters are this rank's
     shares. constants: what the operators take of them."""
 
@@ -233,10 +233,10 @@ RECOVERY_LIMIT = 2**-7
 def recovery_bound(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, negative_slope: float
 ) -> float:
-    """Bound of the error of an input that backward recovers from an in-place output, at one
-    standard deviation from the mean and in units of it: k (1 + |bias / weight|) + underflow with
-    k = 11 u32 + u and underflow = eta / (min(1, slope) |weight|) (docs/options.md), the largest
-    of all channels."""
+    """Gives the bound of the error of an input that backward recovers from an in-place output, at
+    one standard deviation from the mean and in units of it: k (1 + |bias / weight|) + underflow
+    with k = 11 u32 + u and underflow = eta / (min(1, slope) |weight|) (docs/options.md), the
+    largest of all channels."""
     info = torch.finfo(x.dtype)
     unit = info.eps / 2
     factor = 11 * min(unit, 2.0**-24) + unit

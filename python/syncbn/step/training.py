@@ -44,7 +44,7 @@ backward_finish = ops.backward_finish.default._op
 
 
 class Step(NamedTuple):
-    """What backward knows of a training step besides tensors.
+    """The facts that backward knows of a training step besides tensors.
 
     made: the call's number (None where it is not known), channels and dtype. backward: who takes
     part in it. bias_dtype: None without a bias. needs: whether this rank wants the gradients of any
@@ -66,11 +66,11 @@ class Step(NamedTuple):
 
     @property
     def exchanges(self) -> bool:
-        """Whether backward takes an exchange."""
+        """Tells whether backward takes an exchange."""
         return self.needs[0] if self.peers is None else self.backward.x or self.backward.sums
 
     def call(self, direction: str) -> Call:
-        """That direction of the call, as errors name it."""
+        """Gives that direction of the call, as errors name it."""
         number, channels, dtype = self.made
         return Call(self.state.name, number, direction, channels, dtype, self.options)
 
@@ -81,7 +81,7 @@ class Step(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What forward is given besides samples and parameters.
+    """The arguments of a forward besides samples and parameters.
 
     running: mean, variance and number of batches, each may be None; they lie where the first x
     does. takes_part: this rank's word about backward. segment: the checkpointed segments around the
