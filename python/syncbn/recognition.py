@@ -77,7 +77,7 @@ def register(cls: type[nn.Module], whole: bool) -> None:
 
 
 def _admitting(check: Callable, cls: type[nn.Module]) -> Callable:
-    """Keeps DistributedDataParallel's refusal of torch.nn.SyncBatchNorm on the CPU, but for `cls`."""
+    """Keeps DistributedDataParallel's refusal of PyTorch's layer on the CPU, but for `cls`."""
 
     @functools.wraps(check)
     def admitting(self: DistributedDataParallel, module: nn.Module) -> None:
