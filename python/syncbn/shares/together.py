@@ -77,12 +77,12 @@ class Together:
         for name in {**self.marks, **after.marks}:
             if name not in self.marks or self.marks[name] != after.marks.get(name):
                 raise ValueError(
-                    f"loss: got a {what} that changes {name!r}, which the shares of a process have "
+                    f"loss: got a {what} that changes {name}, which the shares of a process have "
                     "together, expected changes in a forward, of the model's tensors, lists, "
                     "dictionaries and sets alone; loss returns numbers to be noted"
                 )
 
-    def _of_class(self, module: type) -> Iterator[tuple[str, Any]]:
+    def _of_class(self, module: type[nn.Module]) -> Iterator[tuple[str, Any]]:
         yield "forward", module.forward
         for kind in module.__mro__[:-1]:
             for name, value in vars(kind).items() if not _is_skipped(kind) else ():
@@ -159,8 +159,8 @@ class Together:
 
 def _inner(function: Any) -> Any:
     while isinstance(function, (functools.partial, types.MethodType)):
-        partial = isinstance(function, functools.partial)
-        function = function.func if partial else function.__func__
+        is_partial = isinstance(function, functools.partial)
+        function = getattr(function, "func" if is_partial else "__func__")
     return function
 
 

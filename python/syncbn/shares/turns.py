@@ -80,8 +80,8 @@ class Turns:
             if (gradient := reached[i]) is not None:
                 if id(p) not in tensors.exact:
                     raise ValueError(_past(repr(name)))
-                before = exact[i]
-                exact[i] = gradient if before is None else before + gradient
+                kept = exact[i]
+                exact[i] = gradient if kept is None else kept + gradient
         del losses
         if any(ref() is not None for ref in outside):
             raise ValueError(_past("of a tensor that outlives the step"))

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import syncbn
-from syncbn import devices, operators, ops
+from syncbn import devices, meeting_point, operators, ops
 from syncbn.exchange import callers, failing, groups
 from syncbn.exchange.call import Call, Peers
 from syncbn.exchange.host import Gloo
@@ -43,10 +43,12 @@ def ways(monkeypatch):
     monkeypatch.setattr(callers, "is_nccl_alone", lambda name: False)
     # Not as where shapes alone are wanted. Counters would not follow to a device without memory.
     monkeypatch.setattr(autograd, "is_fake", lambda x, parameter: False)
-    for module in (autograd, devices):
+    monkeypatch.setattr(meeting_point, "has_no_values", lambda: False)
+    monkeypatch.setattr(ops, "FakeTensor", type("NoTensor", (), {}))
+    for module in (autograd, devices, ops):
         monkeypatch.setattr(module, "check_plain", lambda alone, **tensors: None)
     monkeypatch.setattr(LayerState, "move", lambda self, device: None)
-    call_of = lambda self, x, options: Call(self.name, options=options)  # noqa: E731
+    call_of = lambda self, x, options, *_: Call(self.name, options=options)  # noqa: E731
     monkeypatch.setattr(LayerState, "call_of", call_of)
     monkeypatch.setattr(groups, "training_peers", lambda *_: PEERS)
     with FakeTensorMode():
@@ -66,7 +68,7 @@ def test_refused_before_the_first_exchange(ways):
         layer(x.int())
     with pytest.raises(ValueError, match="inputs: got an empty list"):
         layer([])
-    devices.give_up([(layer, x)], RuntimeError("ended"))
+    meeting_point.give_up([(layer, x)], RuntimeError("ended"))
     assert ways == ["host"] * 3
 
 
@@ -107,7 +109,7 @@ def test_refused_lists_and_devices_that_do_not_meet(ways, place, way):
         layer = exchanged(syncbn.SyncBatchNorm(3, device=place, **options))
         with pytest.raises(ValueError, match="inputs: got an empty list"):
             layer([])
-        devices.give_up([(layer, torch.empty(4, 3, device=place))], RuntimeError("ended"))
+        meeting_point.give_up([(layer, torch.empty(4, 3, device=place))], RuntimeError("ended"))
     assert ways == [way] * 4
 
 

@@ -27,7 +27,8 @@ def hashes(folder, program: str, processes: int) -> set[str]:
     """What the processes print of a program of docs/shares.md with this one in its loop's place."""
     before = snippets("docs/shares.md")[0].partition("for epoch in")[0]
     script = folder / "program.py"
-    script.write_text(f"{before}\n{program}\nprint('hash', syncbn.fingerprint(network))")
+    after = r"print(f'hash {syncbn.fingerprint(network)}\n', end='')"  # as one piece
+    script.write_text(f"{before}\n{program}\n{after}")
     command = [sys.executable, str(script)]
     if processes > 1:
         launcher = "-m torch.distributed.run --standalone --nproc-per-node".split()

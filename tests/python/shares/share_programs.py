@@ -536,7 +536,7 @@ class GeneratorOfItsOwn(Base):
         self.draws = np.random.default_rng(0)
 
 
-@refused("a forward that changes 'state.calls', which the shares of a process have together")
+@refused("a forward that changes state.calls, which the shares of a process have together")
 class CountsInAnObject(Base):
     def __init__(self):
         super().__init__()
@@ -547,7 +547,7 @@ class CountsInAnObject(Base):
         return super().forward(x) * (1 + 0.1 * self.state.calls)
 
 
-@refused("a forward that changes 'augment.draws'")
+@refused("a forward that changes augment.draws")
 class DrawsInAnObject(Base):
     def __init__(self):
         super().__init__()
@@ -557,7 +557,7 @@ class DrawsInAnObject(Base):
         return super().forward(x + self.augment.draws.normal())
 
 
-@refused("a forward that changes 'calls'")
+@refused("a forward that changes calls")
 class CountsInTheClass(Base):
     calls = 0
 
@@ -569,7 +569,7 @@ class CountsInTheClass(Base):
 _bank = []
 
 
-@refused("a forward that changes '_bank'")
+@refused("a forward that changes _bank")
 def remembers_in_a_global():
     def compared(model, batch):
         y = model(batch[0])
@@ -597,7 +597,7 @@ def _changes(name, change):
         return Base(), with_it
 
     make.__name__ = f"changes_{name}"
-    return refused('a forward that changes "kept._buffers')(make)
+    return refused("a forward that changes kept")(make)
 
 
 _changes("center", lambda kept: kept.mul_(0.9).add_(torch.rand(3)))
@@ -607,7 +607,7 @@ _changes("generator", lambda kept: torch.rand(3, generator=kept))
 _changes("other", lambda kept: 0.1 * next(kept))
 
 
-@refused("a backward that changes 'size'")
+@refused("a backward that changes size")
 class HookOfBackward(Base):
     def __init__(self):
         super().__init__()
@@ -623,7 +623,7 @@ class HookOfBackward(Base):
         return gradient / self.size
 
 
-@refused("a backward that changes \"_buffers['size']\"")
+@refused("a backward that changes _buffers['size']")
 class BufferInBackward(HookOfBackward):
     def __init__(self):
         super().__init__()
