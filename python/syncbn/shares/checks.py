@@ -3,8 +3,6 @@
 
 import json
 import platform
-import random
-import sys
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,6 +14,7 @@ from ..exchange import apart, callers, groups
 from ..exchange.callers import Sharing
 from ..nn import SyncBatchNorm
 from ..step.options import check_integer, check_module
+from .together import drawn_from
 
 _MACHINE = platform.machine()
 _DENORMAL = torch.tensor(1e-310, dtype=torch.float64)
@@ -113,7 +112,7 @@ def _check_part(name: str, part: nn.Module, sharing: Sharing) -> None:
             "expected None"
         )
     for attribute, value in vars(part).items():
-        if isinstance(value, (torch.Generator, random.Random)) or _is_of_numpy(value):
+        if drawn_from(value) is not None:
             raise ValueError(
                 f"module: got a generator of random numbers, {attribute!r} of {name!r}, from which "
                 "the shares of a process would draw in turns; expected the default ones of "
@@ -134,13 +133,6 @@ def _check_part(name: str, part: nn.Module, sharing: Sharing) -> None:
             )
         if not part.sync:
             raise ValueError(f"module: got sync=False at {name!r}, expected True")
-
-
-def _is_of_numpy(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(
-        value, (numpy.random.Generator, numpy.random.RandomState)
-    )
 
 
 _told: Future | None = None

@@ -29,18 +29,22 @@ def _is_skipped(kind: type) -> bool:
 
 
 def drawn_from(value: Any) -> Any:
-    """The state of a generator of random numbers; None of anything else."""
+    """Gives the state of a generator of random numbers; None of anything else."""
     numpy = sys.modules.get("numpy")
     if isinstance(value, torch.Generator):
         return bytes(value.get_state().tolist())
     if isinstance(value, random.Random):
         return value.getstate()
-    if numpy is not None and isinstance(value, numpy.random.Generator):
-        return str(value.bit_generator.state)
-    if numpy is not None and isinstance(value, numpy.random.RandomState):
-        state = value.get_state(legacy=False)["state"]
-        return state["pos"], state["key"].tobytes()
-    return None
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.random.Generator):
+        state = value.bit_generator.state
+    elif isinstance(value, numpy.random.RandomState):
+        state = value.get_state(legacy=False)
+    else:
+        return None
+    inner = {n: numpy.asarray(part).tolist() for n, part in state["state"].items()}
+    return str({**state, "state": inner})
 
 
 class _At(NamedTuple):
