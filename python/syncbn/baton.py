@@ -42,6 +42,7 @@ class ThreadState(NamedTuple):
 
     inference: bool
     grad: bool
+    forward_grad: bool  #: PyTorch ends it inside the forward of a torch.autograd.Function
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     cache: bool
     nesting: int  #: of autocast; its cache of weights is emptied where the outermost one ends
@@ -54,6 +55,7 @@ class ThreadState(NamedTuple):
         return cls(
             torch.is_inference_mode_enabled(),
             torch.is_grad_enabled(),
+            torch._C._is_fwd_grad_enabled(),
             tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds),
             torch.is_autocast_cache_enabled(),
             nesting,
@@ -73,6 +75,7 @@ class ThreadState(NamedTuple):
 
     def _set(self, now: "ThreadState") -> None:
         torch._C._set_grad_enabled(self.grad)
+        torch._C._set_fwd_grad_enabled(self.forward_grad)
         for kind, enabled, dtype in self.autocast:
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)

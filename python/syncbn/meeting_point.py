@@ -86,8 +86,9 @@ class Meeting:
 
     @staticmethod
     def _place(request: Request) -> tuple:
-        inference, grad, autocast, *_ = request.state
-        return request.layer, inference, grad, autocast, request.residual is not None
+        state = request.state
+        common = state.inference, state.grad, state.autocast
+        return request.layer, *common, request.residual is not None
 
     def _difference(self, requests: list[Request | None]) -> str:
         places: dict[str, list[str]] = {}

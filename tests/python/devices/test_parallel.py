@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.parallel import scatter_gather
 from torch.utils._pytree import tree_flatten
 
@@ -184,6 +185,30 @@ def test_autocast_reaches_the_devices():
     sum(y.float().sum() for y in ys).backward()
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
     assert not any(y.dtype != torch.float32 for y in model(torch.randn(5, 3, 6, 6)))
+
+
+class Around(torch.autograd.Function):
+    """Runs a layer in its forward, where PyTorch ends gradient and forward mode."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        return layer(x)
+
+
+def test_modes_of_the_thread_are_as_before():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn = syncbn.SyncBatchNorm(3)
+
+        def forward(self, x):
+            return Around.apply(x, self.bn)
+
+    x = torch.randn(6, 3)
+    SelfDataParallel(Model(), ["cpu"] * 3)(x)
+    assert torch.is_grad_enabled()
+    with forward_ad.dual_level():
+        assert forward_ad.unpack_dual(forward_ad.make_dual(x, x)).tangent is not None
 
 
 def test_replicas_of_modules_with_state():
