@@ -67,6 +67,8 @@ def _check_inputs(layer, options, xs: Sequence[Tensor], residuals, masks, ranks:
         )
     _check_list("residual", residuals, xs)
     _check_list("mask", masks, xs)
+    of_layer = layer.running_mean, layer.running_var, layer.weight, layer.bias
+    compared: set[tuple] = set()  # devices and channels that those were compared with
     for k, x in enumerate(xs):
         if not isinstance(x, Tensor):
             raise ValueError(f"inputs[{k}]: got {type(x).__name__}, expected a tensor")
@@ -75,16 +77,18 @@ def _check_inputs(layer, options, xs: Sequence[Tensor], residuals, masks, ranks:
                 f"inputs[{k}]: got a tensor on {x.device}, expected {xs[0].device.type}, as "
                 "inputs[0]"
             )
+        place = x.device, x.shape[1:2]
         # The parameters lie on the first device and are copied to the others.
-        tensors = (layer.running_mean, layer.running_var, layer.weight, layer.bias)
+        tensors = [None] * 4 if place in compared else _beside(x, *of_layer)
+        compared.add(place)
         try:
-            mean, var, weight, bias = (None if t is None else t.to(x.device) for t in tensors)
-            check_arguments(x, mean, var, weight, bias, residuals[k])
+            check_arguments(x, *tensors, residuals[k])
             if masks[k] is not None:
                 check_mask(masks[k], x, options.writes_over_input)
             check_plain(ranks == 1, input=x, residual=residuals[k], mask=masks[k])
             if options.writes_over_input:
-                check_in_place(x, weight, bias, residuals[k], options.negative_slope)
+                own = _beside(x, *of_layer[2:])
+                check_in_place(x, *own, residuals[k], options.negative_slope)
         except ValueError as error:
             raise ValueError(f"inputs[{k}], of device {k}: {error}") from None
         if x.shape[1] != xs[0].shape[1]:
@@ -155,7 +159,8 @@ class _Input(NamedTuple):
 
 def _beside(x: Tensor, *tensors: Tensor | None) -> list[Tensor | None]:
     """Gives the tensors on x's device."""
-    return [None if t is None else t.to(x.device) for t in tensors]
+    device = x.device
+    return [t if t is None or t.device == device else t.to(device) for t in tensors]
 
 
 def _recovered(step, weight, bias, *saved) -> list[Tensor | None]:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from .together import drawn_from, text_of
+
 
 def number_of(*parts: object) -> int:
     """A seed of 64 bits that stands for these parts."""
@@ -17,22 +19,27 @@ def number_of(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
 
 
+#: NumPy's bit generators that no stream has now; to make one takes NumPy longer than to seed it.
+_spare: list[Any] = []
+
+
 class Streams:
     """The random numbers of shares. The default generators of PyTorch, on the CPU and on a device,
     of Python and of NumPy have the state of the share that runs, and the program's own state again
-    afterwards."""
+    afterwards. Of NumPy each share has a bit generator, because to copy a state takes NumPy longer
+    than a small layer."""
 
     def __init__(self, seeds: Iterable[int], device: torch.device) -> None:
         self._defaults = [torch.default_generator]
         if device.type == "cuda":
             self._defaults.append(torch.cuda.default_generators[device.index])
         self._states: list[Any] = list(seeds)
-        self._own, self._at = self.state(), -1
+        self._own, self._at = self._now(), -1
 
-    def state(self) -> tuple:
+    def _now(self) -> tuple:
         numpy = sys.modules.get("numpy")
-        drawn = numpy.random.get_state(legacy=False) if numpy else None
-        return [g.get_state() for g in self._defaults], random.getstate(), drawn
+        of_numpy = numpy.random.get_bit_generator() if numpy else None
+        return [g.get_state() for g in self._defaults], random.getstate(), of_numpy
 
     def _set(self, state: Any) -> None:
         numpy = sys.modules.get("numpy")
@@ -41,34 +48,41 @@ class Streams:
                 generator.manual_seed(state)
             random.seed(state)
             if numpy:
+                own = _spare.pop() if _spare else numpy.random.MT19937(0)
+                numpy.random.set_bit_generator(own)
                 numpy.random.seed(state % 2**32)
             return
         for generator, own in zip(self._defaults, state[0]):
             generator.set_state(own)
         random.setstate(state[1])
         if numpy and state[2]:
-            numpy.random.set_state(state[2])
+            numpy.random.set_bit_generator(state[2])
 
     def enter(self, k: int) -> None:
         """Says that share k draws next."""
         if k != self._at:
-            if self._at >= 0:
-                self._states[self._at] = self.state()
+            self._keep()
             self._at = k
             self._set(self._states[k])
 
+    def _keep(self) -> None:
+        if self._at >= 0:
+            self._states[self._at] = self._now()
+
     def leave(self) -> None:
         """The program draws next, as if nothing had been drawn."""
+        self._keep()
         self._at = -1
         self._set(self._own)
+        _spare.extend(state[2] for state in self._states if isinstance(state, tuple) and state[2])
+        self._states = []
 
-    def drawn(self) -> bool:
-        """Tells whether the program drew since the streams were made."""
-        (before, *others), (now, *later) = self._own, self.state()
-        if not all(map(torch.equal, before, now)) or others[0] != later[0]:
-            return True
-        a, b = (each[1] and each[1]["state"] for each in (others, later))
-        return bool(a and b) and (a["pos"] != b["pos"] or bytes(a["key"]) != bytes(b["key"]))
+    def position(self) -> tuple:
+        """Tells where the default generators are: another place once one of them has been drawn
+        from."""
+        numpy = sys.modules.get("numpy")
+        of_numpy = text_of(numpy.random.get_state(legacy=False)) if numpy else None
+        return *map(drawn_from, self._defaults), random.getstate(), of_numpy
 
 
 @contextlib.contextmanager

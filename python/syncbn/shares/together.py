@@ -38,12 +38,16 @@ def drawn_from(value: Any) -> Any:
     if numpy is None:
         return None
     if isinstance(value, numpy.random.Generator):
-        state = value.bit_generator.state
-    elif isinstance(value, numpy.random.RandomState):
-        state = value.get_state(legacy=False)
-    else:
-        return None
-    inner = {n: numpy.asarray(part).tolist() for n, part in state["state"].items()}
+        return text_of(value.bit_generator.state)
+    if isinstance(value, numpy.random.RandomState):
+        return text_of(value.get_state(legacy=False))
+    return None
+
+
+def text_of(state: dict[str, Any]) -> str:
+    """Writes the state of one of NumPy's bit generators."""
+    asarray = sys.modules["numpy"].asarray
+    inner = {n: asarray(part).tolist() for n, part in state["state"].items()}
     return str({**state, "state": inner})
 
 

@@ -67,11 +67,12 @@ class Turns:
             observer.share(*given)
         outside = self._look(losses, batches) if looks else []
         before = Together(self._module, {"loss": loss}, True) if again else None
+        at = self._streams.position()
         with _apart(tensors.trained.values()) as reached:
             torch.autograd.backward(losses)
         if before is not None:
             before.check(Together(self._module, {"loss": loss}, True), "backward")
-        if self._streams.drawn():
+        if self._streams.position() != at:
             raise ValueError(
                 "loss: got a backward that draws random numbers, expected them in the forward: "
                 "the shares of a process would draw in turns"
