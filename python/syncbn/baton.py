@@ -306,7 +306,7 @@ def refuse_backward(find_path: Callable[[], str]) -> NoReturn:
     raise RuntimeError(
         f"{find_path()}: got a backward pass inside the forward of one device, expected one "
         "after the forwards of all devices and shares of this process, whose gradients the layer "
-        "computes together"
+        "computes together; a penalty of gradients takes a network without synchronized layers"
     )
 
 
