@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import share_programs
+import share_refused
 import syncbn
 from rank_runs import TIMEOUT
 from share_models import Pictures, drawn_training, random_network, train, trained
@@ -94,7 +95,7 @@ def hash_of_programs(rank, world, folder):
 
 
 def programs_that_are_refused(rank, world, folder):
-    return {name: run_of(kind) for name, (kind, _) in share_programs.REFUSED.items()}
+    return {name: run_of(kind) for name, (kind, _) in share_refused.REFUSED.items()}
 
 
 def hash_of_accumulated_steps(rank, world, folder):

@@ -20,6 +20,7 @@ from torch import nn
 
 import share_cases
 import share_programs
+import share_refused
 import syncbn
 from rank_runs import TIMEOUT, free_port, quick_context, run_ranks, written
 from share_cases import goes_on
@@ -85,12 +86,12 @@ def test_programs_have_the_same_bits_exact(results, name):
     assert len(found) == 1 and "Error" not in found.pop()
 
 
-@pytest.mark.parametrize("name", share_programs.REFUSED)
+@pytest.mark.parametrize("name", share_refused.REFUSED)
 def test_programs_are_refused_by_name_on_every_rank(results, name):
-    text = share_programs.REFUSED[name][1]
+    text = share_refused.REFUSED[name][1]
     for world in WORLDS:
         for rank in range(world):
-            if world == 4 and name in share_programs.OF_SEVERAL_SHARES:
+            if world == 4 and name in share_refused.OF_SEVERAL_SHARES:
                 continue
             found = results[world][rank]["programs_that_are_refused"][name]
             assert text in found, f"rank {rank} of {world}: {found}"
