@@ -17,12 +17,13 @@ import processes
 import torch
 import torch.distributed as dist
 from resnet20 import build_resnet20
+from resnet50 import build_resnet50
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
 
-SHARES = (1, 2, 4)
+SHARES = (1, 2, 4, 8)
 
 
 class Transformer(nn.Module):
@@ -44,6 +45,7 @@ class Network(NamedTuple):
 
 NETWORKS = {
     "ResNet-20": Network(build_resnet20, (8, 3, 32, 32)),
+    "ResNet-50": Network(build_resnet50, (2, 3, 64, 64)),
     "transformer": Network(Transformer, (8, 64, 128)),
 }
 

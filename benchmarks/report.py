@@ -19,7 +19,7 @@ from typing import NamedTuple
 from targets import OVER, SPEED_UPS, TARGETS, Target, case, figures
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-PAGES = (DOCS / "performance.md", Path(__file__).with_name("README.md"))
+PAGES = (DOCS / "performance.md", DOCS / "shares.md", Path(__file__).with_name("README.md"))
 STORED = DOCS / "performance.json"
 PLOTS = [DOCS / "images" / name for name in ("performance.png", "exchange.png")]
 
@@ -189,11 +189,14 @@ def machine_text(results: dict) -> str:
         f"The {results['form']} run of {m['date']} took {results['seconds']} seconds. The load was "
         f"{m['load']:.1f} before it and {m['load_after']:.1f} after it.",
     ]
-    lines += [
-        f"The part `{part}` was measured at {run['date']} (commit {run['commit']}). The load was "
-        f"{run['load']:.1f} before it and {run['load_after']:.1f} after it."
-        for part, run in results.get("later", {}).items()
-    ]
+    later: dict[str, list[str]] = {}
+    for part, run in results.get("later", {}).items():
+        text = (
+            f"were measured at {run['date']} (commit {run['commit']}) on {run['processor']}. The "
+            f"load was {run['load']:.1f} before it and {run['load_after']:.1f} after it."
+        )
+        later.setdefault(text, []).append(f"`{part}`")
+    lines += [f"The figures of {', '.join(parts)} {text}" for text, parts in later.items()]
     return "\n".join(f"- {line}" for line in lines)
 
 
@@ -283,7 +286,8 @@ def draw_curve(rows: list[dict], path: Path) -> None:
 
 def merged(stored: dict, results: dict, parts: list[str]) -> dict:
     """The stored results with these parts of a later run, and what is to be known of it."""
-    run = {key: results["machine"][key] for key in ("commit", "date", "load", "load_after")}
+    known = ("processor", "commit", "date", "load", "load_after")
+    run = {key: results["machine"][key] for key in known}
     later = stored.get("later", {}) | dict.fromkeys(parts, run)
     return stored | {"later": later} | {part: results[part] for part in parts}
 

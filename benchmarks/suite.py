@@ -151,7 +151,7 @@ def shares(form: Form, programs: Path) -> list[dict]:
     networks = [
         name for name in bench_shares.NETWORKS if name in form.batches or len(form.batches) > 1
     ]
-    limits = {"seconds": form.step_seconds, "least": form.rounds}
+    limits = {"seconds": form.step_seconds / 3, "least": form.rounds}
     work = (bench_shares.measure_shares, {"networks": networks} | limits)
     return [row for number in (1, 2) for row in processes.run(number, [work])]
 
