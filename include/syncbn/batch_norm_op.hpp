@@ -22,12 +22,12 @@ struct BatchNormOpAttributes {
   double epsilon = 1e-6;        ///< finite, not negative
   double momentum = 0.99;       ///< in [0, 1]
   /// The caller's number for this layer, the same on all ranks. By this number the ranks tell the
-  /// layer from others of its shape. With several ranks it must not be 0.
+  /// layer from other layers of its shape. With several ranks it must not be 0.
   std::uint64_t layer = 0;
 };
 
-/// x has shape (N, C, spatial...). The estimates have C entries of any dtype. scale and bias have
-/// the same, or are absent: 1 and 0. `batches` is the number of batches that the estimates hold.
+/// x has shape (N, C, spatial...). The estimates have C entries of any dtype. So have scale and
+/// bias; without them they are 1 and 0. `batches` is the number of batches that the estimates hold.
 /// If it is 0, the batch replaces the estimates.
 struct BatchNormOpInputs {
   TensorView x = {};

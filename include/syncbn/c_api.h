@@ -150,7 +150,7 @@ SYNCBN_API const syncbn_communicator* syncbn_self_communicator(void);
 
 /* Sets the text and the ranks of an error, for a function of a communicator that is about to return
    this error. syncbn_last_error_ranks() then gives the `count` ranks. Text and ranks are copied.
-   ranks: or NULL if they are not known. */
+   ranks: their numbers, or NULL if they are not known. */
 SYNCBN_API void syncbn_set_last_error(const char* text, const int32_t* ranks, int32_t count);
 
 /* A group, whose exchanges the library makes, or your functions. In all functions, `timeout` is how

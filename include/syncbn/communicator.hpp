@@ -65,7 +65,7 @@ class SYNCBN_API Communicator {
  public:
   virtual ~Communicator() = default;
 
-  /// The place in the group: a rank from 0 to size() - 1, and 1 to 2048 ranks. They stay the same
+  /// The place in the group: rank() is 0 to size() - 1, and size() is 1 to 2048. Both stay the same
   /// until begin_again(). Layers refuse other values.
   [[nodiscard]] virtual int rank() const = 0;
   [[nodiscard]] virtual int size() const = 0;

@@ -40,7 +40,8 @@ class SYNCBN_API Error : public std::runtime_error {
 
   const char* what() const noexcept override { return details_->text.c_str(); }
 
-  /// Returns the kind, also of a copy as an Error, which is of no class of its own.
+  /// Returns the kind. A copy of type Error keeps the kind of the exception that it was copied
+  /// from.
   ErrorKind kind() const noexcept { return details_->kind; }
 
   /// Returns the ranks that did not come, have left, or made another call than rank 0. The result

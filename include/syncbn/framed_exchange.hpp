@@ -22,9 +22,9 @@ struct Failure;
 /// from it brings that all-reduce, in two halves.
 ///
 /// Such an all-reduce hangs, or ends the process, if ranks bring different lengths or none. So an
-/// exchange first sums a frame, which has one length in all calls. It says how many words the rank
-/// brings, or that it brings none, and has room for the first of them. Words that do not fit follow
-/// in a second sum.
+/// exchange first sums a frame, which has one length in all calls. The frame says how many words
+/// the rank brings, or that the rank brings none. It has room for the first words. Words that do
+/// not fit follow in a second sum.
 ///
 /// If lengths differ, every rank gets DivergenceError. If a rank refuses its call, the others get
 /// PeerLost. In both cases the group goes on. After any other error the group is broken, and later
@@ -45,7 +45,7 @@ class SYNCBN_API FramedExchange : public Communicator {
   int rank() const override;
   int size() const override;
   void all_reduce_sum(std::span<std::int64_t> words) override;
-  /// This and abandon take part in the next exchange of the others, and do not wait for it.
+  /// refuse and abandon take part in the next exchange of the other ranks, and do not wait for it.
   void refuse(const std::string& reason) override;
   void abandon(const std::string& reason) override;
 
@@ -58,14 +58,14 @@ class SYNCBN_API FramedExchange : public Communicator {
   /// with the ranks to blame, on every rank if not all ranks come.
   virtual void wait_for_sum() = 0;
 
-  /// Tells the other ranks that this one leaves the group. By default the next exchange does.
+  /// Tells the other ranks that this one leaves the group. By default the next exchange tells them.
   virtual void say_farewell(const detail::Failure& failure);
 
   /// Refuses the next exchange, or leaves the group. The others get the failure as their error.
   void refuse_with(const detail::Failure& failure);
   void leave_with(const detail::Failure& failure);
 
-  /// Waits for the exchange that this rank refused, if there is one that it has not waited for.
+  /// Waits for the exchange that this rank refused, unless it has already done so.
   void settle();
 
   /// Sets the rank numbers in errors, for a group that is a part of a larger group of `size` ranks.

@@ -15,6 +15,7 @@ inline constexpr std::int64_t kMaxChannels = std::int64_t{1} << 31;
 /// The number of channels of options in which it was forgotten, and which are refused.
 inline constexpr std::int64_t kNoChannels = std::numeric_limits<std::int64_t>::min();
 
+/// The kinds of an Activation.
 enum class ActivationKind : std::uint8_t { kNone, kRelu, kLeakyRelu };
 inline constexpr int kActivationCount = 3;  ///< the number of kinds
 
@@ -24,6 +25,7 @@ struct Activation {
   double negative_slope = 0.01;  ///< for kLeakyRelu; finite
 };
 
+/// How a training forward computes the statistics.
 enum class Statistics : std::uint8_t {
   kReproducible,  ///< exact sums: the bits do not depend on the number of ranks
   kWelford,       ///< mean and M2 of each rank, merged in rank order (docs/options.md)

@@ -113,6 +113,7 @@ SYNCBN_API double cumulative_factor(double batches);
 /// if the ranks disagreed), and the call's fingerprint.
 inline constexpr int kInfoWords = 2;
 
+/// The arguments of the two doors of a forward.
 struct ForwardStep {
   ForwardPass pass = {};
   Statistics statistics = Statistics::kReproducible;
@@ -165,12 +166,13 @@ struct InputRecovery {
 /// over x, up to rounding (docs/options.md has the bound). Also writes the activation mask.
 SYNCBN_API void recover_input(const InputRecovery& pass, const Execution& execution);
 
+/// The arguments of the two doors of a backward.
 struct BackwardStep {
   BackwardPass pass = {};
   /// The forward's info. If it is null, the backward is not compared with a forward.
   const std::int64_t* info = nullptr;
-  double* coefficients = nullptr;  ///< room for 3 C numbers
-  std::int64_t* workspace = nullptr;
+  double* coefficients = nullptr;     ///< room for 3 C numbers
+  std::int64_t* workspace = nullptr;  ///< CUDA: workspace_words() words
 };
 
 /// Writes the sums of the gradient into the message, and u unless it is absent. On CUDA `copy` may
@@ -203,6 +205,7 @@ struct GroupSum {
   MessageInfo info = {};      ///< a result, on the CPU
 };
 
+/// How far forward_at_once and backward_at_once came.
 enum class Reached : std::uint8_t {
   kOutput,     ///< all outputs are written
   kExchange,   ///< `merged` is complete, and was not accepted

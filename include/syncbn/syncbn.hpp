@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-/// All C++ headers of libsyncbn. Not with it are those of other libraries: syncbn/mpi.hpp,
+/// Includes all C++ headers of libsyncbn, and not those of the libraries beside it: syncbn/mpi.hpp,
 /// syncbn/nccl.hpp and, for LibTorch, syncbn/torch.hpp.
 #include "syncbn/batch_norm.hpp"
 #include "syncbn/batch_norm_op.hpp"

@@ -23,6 +23,7 @@ namespace syncbn {
 enum class DType : std::uint8_t { kFloat16, kBFloat16, kFloat32, kFloat64 };
 inline constexpr int kDtypeCount = 4;  ///< the number of element types
 
+/// Where the memory of a tensor is.
 enum class Device : std::uint8_t { kCpu, kCuda };
 
 /// Throws InvalidArgument, which says that this number is no DType.
