@@ -71,7 +71,7 @@ def batch_norm(
     groups = tuple(map(tuple, axis_index_groups)) if axis_index_groups else None
     call = jnp.asarray(call)
     ranks = _check(x, scale, bias, state, names, groups, axis, momentum, epsilon, call)
-    axis %= x.ndim
+    axis = int(axis) % x.ndim
     mask = None if mask is None else _elements_of(mask, x, axis)
     text = repr((name, names, groups, scale is None, bias is None))
     layer = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
@@ -104,7 +104,7 @@ def _check(x, scale, bias, state, names, groups, axis, momentum, epsilon, call) 
     """Refuses what is not allowed. Returns how many devices share statistics."""
     _check_array("x", x, _DTYPES)
     _expect(2 <= x.ndim <= 12, "x", f"shape {x.shape}", "2 to 12 axes")
-    fine = isinstance(axis, int) and -x.ndim <= axis < x.ndim
+    fine = isinstance(axis, (int, np.integer)) and -x.ndim <= axis < x.ndim
     _expect(fine, "axis", axis, f"one of the {x.ndim} axes of x")
     _expect(x.shape[axis] > 0, "x", f"shape {x.shape}", "at least one channel")
     fine = isinstance(state, Mapping) and {"mean", "var"} <= set(state)
@@ -113,17 +113,15 @@ def _check(x, scale, bias, state, names, groups, axis, momentum, epsilon, call) 
     for name, array in of_channels.items():
         if array is not None or name in state:
             _check_array(name, array, _DTYPES, (x.shape[axis],))
-    for name, number, most in (("momentum", momentum, 1), ("epsilon", epsilon, math.inf)):
-        known = isinstance(number, (int, float, np.number))
-        fine = known and 0 <= number <= most and number < math.inf
+    for name, number, most in (("momentum", momentum, 1), ("epsilon", epsilon, 1e300)):
+        fine = isinstance(number, (int, float, np.number)) and 0 <= number <= most
         _expect(fine, name, number, f"a finite number from 0 to {most}, known when tracing")
     fine = call.shape == () and jnp.issubdtype(call.dtype, jnp.integer)
     _expect(fine, "call", f"{call.dtype} of shape {call.shape}", "an integer")
     devices = math.prod(map(lax.axis_size, names))
     if groups:
         _expect(len(names) == 1, "axis_index_groups", f"axis_name {names}", "one axis")
-        every = sorted(index for group in groups for index in group) == [*range(devices)]
-        fine = every and len(set(map(len, groups))) == 1
+        fine = len(set(map(len, groups))) == 1 and sorted(sum(groups, ())) == [*range(devices)]
         _expect(fine, "axis_index_groups", groups, f"equal groups of all {devices} devices")
         devices = len(groups[0])
     _expect(devices <= 2048, "axis_name", f"{devices} devices", "at most 2048")
@@ -151,9 +149,9 @@ def _sum(words: jax.Array, names: Sequence[str], groups: Any = None) -> jax.Arra
         return lax.psum(words, tuple(names)) if names else words
     # Under shard_map psum has no groups: each group has a row, and each device reads its own.
     members = np.array([[i in group for i in range(sum(map(len, groups)))] for group in groups])
-    here = np.arange(members.shape[1], dtype=np.int32) == lax.axis_index(names[0])
+    here = np.arange(members.shape[1], dtype=np.int32)[None] == lax.axis_index(names[0])
     own = lax.convert_element_type((members & here).any(1, keepdims=True), words.dtype)
-    return (own * lax.psum(own * words, names)).sum(0)
+    return (own * lax.psum(own * words[None], names)).sum(0)
 
 
 def _message(x: jax.Array, axis: int) -> list[jax.ShapeDtypeStruct]:
@@ -179,18 +177,17 @@ def _forward(x, scale, bias, state, mask, call, o):
     (y,) = call_handler("normalize", [x], x, elements, *affine, stats, axis=o.axis)
     aliases = {2: 0, 3: 1}
     new = call_handler("update", old, stats, info, *old, aliases=aliases, factor=1 - o.momentum)
-    # Devices that disagree leave a variance that no samples have, and that later batches keep.
-    marks = {"mean": jnp.nan, "var": -jnp.inf}
-    state = {key: jnp.where(info[1] >> 31, marks[key], a) for key, a in zip(marks, new)}
+    # Devices that disagree leave a variance that no samples have, and that stays.
+    marks, marked = {"mean": jnp.nan, "var": -jnp.inf}, (info[1] >> 31 == 1) | jnp.isneginf(old[1])
+    state = {key: jnp.where(marked, marks[key], a) for key, a in zip(marks, new)}
     return (y, state), (x, scale, bias, mask, stats, info)
 
 
 def _backward(o, kept, gradients):
-    x, scale, bias, mask, stats, info = kept
+    x, scale, bias, mask, *of_forward = kept
     dy, elements, none = gradients[0], _absent(mask, jnp.bool_), _absent(None)
     coefficients, how = _bits(3 * x.shape[o.axis]), {"axis": o.axis, "ranks": o.ranks}
     with enable_x64():
-        of_forward = (stats, info)
         given = (dy, x, elements, *of_forward)
         (message,) = call_handler("gradient_sums", _message(x, o.axis), *given, axis=o.axis)
         merged = _sum(message, o.names, o.groups)

@@ -32,8 +32,7 @@ class BatchNorm(nnx.BatchNorm):
         # The parameters stay in their own type: y is rounded once.
         promote = getattr(self, "promote_dtype", dtypes.promote_dtype)  # new in flax 0.11
         x, *_ = promote((x, mean, var, scale, bias), dtype=self.dtype)
-        options = {key: getattr(self, key) for key in _OPTIONS}
-        state = {"mean": mean, "var": var}
-        y, state = batch_norm(x, scale, bias, state, mask=mask, call=call, **options)
+        options = {key: getattr(self, key) for key in _OPTIONS} | {"mask": mask, "call": call}
+        y, state = batch_norm(x, scale, bias, {"mean": mean, "var": var}, **options)
         self.mean[...], self.var[...] = state["mean"], state["var"]
         return y

@@ -4,6 +4,7 @@ test_jax.py runs this file in a process of its own, because JAX counts its devic
 
 import contextlib
 import functools
+import itertools
 import re
 
 import jax
@@ -72,7 +73,7 @@ def given32():
     )
 
 
-@pytest.mark.parametrize("axis", (0, 2, -2))
+@pytest.mark.parametrize("axis", (0, 2, -2, np.int64(1)))
 def test_any_axis_exact(axis):
     given, wanted = given32()
     x, dy = (np.moveaxis(a, -1, axis) for a in given[:2])
@@ -145,7 +146,8 @@ def test_groups_of_devices_exact():
     run = jax.shard_map(
         local, mesh=mesh_of(4), in_specs=(P("a"), P("a"), P(), P(), P()), out_specs=P("a")
     )
-    found = jax.jit(run)(*given)
+    with jax.numpy_rank_promotion("raise"):
+        found = jax.jit(run)(*given)
     for group in groups:
         own = np.concatenate([np.arange(2 * i, 2 * i + 2) for i in group])
         wanted = step(x[own], dy[own], scale, bias, state)
@@ -244,11 +246,16 @@ def test_devices_that_differ_get_nan_and_an_error():
     state = {"block": {"bn": {key: found[key] for key in ("mean", "var")}}}
     with pytest.raises(syncbn_jax.DivergenceError, match=r"^block\.bn: the devices did not make"):
         syncbn_jax.check(state)
-    _, later = syncbn_jax.batch_norm(*given[:1], None, None, state["block"]["bn"])
-    with pytest.raises(syncbn_jax.DivergenceError, match="^state: "):
-        syncbn_jax.check(later)
     nan = np.full(given[0].shape, np.nan, np.float32)
+    for x, momentum in itertools.product((given[0], nan), (0, 0.5, 1)):  # steps without a check
+        later = state["block"]["bn"]
+        for _ in range(2):
+            _, later = syncbn_jax.batch_norm(x, None, None, later, momentum=momentum)
+        with pytest.raises(syncbn_jax.DivergenceError, match="^state: "):
+            syncbn_jax.check(later)
     syncbn_jax.check(syncbn_jax.batch_norm(nan, None, None, fresh())[1])  # data, not devices
+    with pytest.raises(ValueError, match="a tree without a running variance"):
+        syncbn_jax.check({"y": nan})
 
 
 X, C = np.ones((4, 3, 5), np.float32), np.ones(5, np.float32)
