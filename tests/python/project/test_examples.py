@@ -24,7 +24,7 @@ TUTORIAL = ("19_contrastive.py", "20_point_clouds.py")
 EXAMPLES = sorted(path.name for path in (PROJECT / "examples").glob("*.py"))
 EXAMPLES = [name for name in EXAMPLES if name not in (*TRAINERS, *TUTORIAL, "00_start.py")]
 #: Arguments of long ones; with none they run weekly.
-SHORT = {"21_shares.py": "--steps 4 --changes 1 --processes 1 3 --networks unet".split()}
+SHORT = {"21_shares.py": "--steps 2 --changes 1 --processes 1 --networks unet".split()}
 PAGES = sorted(
     str(path.relative_to(PROJECT))
     for path in (PROJECT / "docs").glob("*.md")
