@@ -147,8 +147,8 @@ PIVOTS = {
     ),
     "shares": Pivot(
         "A step of syncbn.Shares over the plain program's: time (milliseconds), peak memory",
-        ["network", "shares"],
-        "ranks",
+        ["network", "ranks"],
+        "shares",
         lambda row: (
             f"{row['ratio']:.2f} ({number(row['milliseconds']['Shares'])}), "
             f"{row['memory_ratio']:.2f}"

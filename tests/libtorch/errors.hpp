@@ -285,6 +285,7 @@ inline bool write_errors(const std::string& folder) {
                                                      {"threads", {1, threads}},
                                                      {"converted", {2, converted}},
                                                      {"averaged", {2, averaged}},
+                                                     {"averaged_other", {2, averaged_other}},
                                                      {"communicator", {2, communicator}}};
   bool well = true;
   for (const auto& [name, scenario] : scenarios) {

@@ -81,6 +81,9 @@ void run_state(const std::string& folder) {
   const auto copy = std::dynamic_pointer_cast<SyncBatchNorm::Impl>(layer->clone());
   copy->forward(at::ones({2, 3}));  // does not touch the original
   torch::save(layer, folder + "/cpp.pt");
+  nn::Sequential network(SyncBatchNorm(SyncBatchNormOptions(3).layer_name("bn")));
+  load_python_state(*network, folder + "/state.pt");  // docs/libtorch.md has it
+  torch::save(network, folder + "/network.pt");
 }
 
 /// Whether a child that is forked after a step on several threads makes the same step. There

@@ -5,9 +5,13 @@
 #include <torch/optim/sgd.h>
 #include <syncbn/torch.hpp>
 
+#include <chrono>
 #include <memory>
 #include <sstream>
 #include <string>
+#include <thread>
+#include <utility>
+#include <vector>
 
 #include "outcome.hpp"
 #include "processes.hpp"
@@ -117,5 +121,41 @@ inline Lines averaged(const Group& group) {
     lines.push_back(text.str());
   }
   lines.push_back(outcome([&] { syncbn::torch::average_gradients(all, {}); }));
+  return lines;
+}
+
+/// Ranks whose parameters have another order, of as many elements; another number; or of which one
+/// is in a layer. Gradients stay as they were.
+inline Lines averaged_other(const Group& group) {
+  const bool second = group->getRank() == 1;
+  std::vector<at::Tensor> all = {at::zeros({3}).requires_grad_(),
+                                 at::zeros({3, 2}).requires_grad_(),
+                                 at::zeros({2}, at::kDouble).requires_grad_()};
+  for (const at::Tensor& each : all) {
+    each.mutable_grad() = at::ones_like(each);
+  }
+  const auto average = [&] {
+    return outcome([&] { syncbn::torch::average_gradients(all, group, std::chrono::seconds(2)); });
+  };
+  SyncBatchNorm layer(SyncBatchNormOptions(3).process_group(group).layer_name("bn"));
+  Lines lines;
+  if (second) {
+    std::swap(all[0], all[1]);
+  }
+  lines.push_back(average());
+  if (second) {
+    std::swap(all[0], all[1]);
+    all[2].set_requires_grad(false);
+  }
+  lines.push_back(average());
+  all[2].set_requires_grad(true);
+  lines.push_back(second ? outcome([&] { layer->forward(at::zeros({2, 3})); }) : average());
+  lines.push_back(average());
+  lines.push_back(at::equal(all[1].grad(), at::ones({3, 2})) ? "unchanged" : "changed");
+  if (second) {
+    std::this_thread::sleep_for(std::chrono::seconds(5));
+  } else {
+    lines.push_back(average());
+  }
   return lines;
 }

@@ -79,7 +79,11 @@ def docstrings(text: str) -> Iterator[tuple[int, str]]:
         said = ast.get_docstring(node)
         if said is not None and not re.match(r"(?:A|An|The|[A-Z]\w*s)\b", said):
             offset = sum(map(len, lines[: node.body[0].lineno - 1]))
-            yield offset, f"a docstring without a verb or an article: {said}"
+            first = said.split("\n")[0]
+            yield (
+                offset,
+                f"the docstring begins with {first!r}; expected a verb (Returns) or A, An, The",
+            )
 
 
 def main() -> int:

@@ -89,12 +89,12 @@ def cycle(edges: dict[str, set[str]]) -> list[str]:
 
 def test_no_import_goes_up():
     wrong = [
-        f"{name} imports {other}"
+        f"{name} imports {other}, which is above it: LAYERS of {Path(__file__).name} says so"
         for name, others in graph().items()
         for other in others
         if layer_of(other) > layer_of(name)
     ]
-    assert not wrong
+    assert not wrong, "\n".join(wrong)
 
 
 def test_no_import_goes_in_a_circle():

@@ -31,13 +31,13 @@ def test_no_include_goes_up():
     sources_of = {room: sources(f"src/{room}") for room in ROOMS}
     assert sum(map(len, sources_of.values())) == len(sources("src"))
     up = [
-        f"{path} includes {room}/"
+        f"{path} includes {room}/, which is above {own}/: ROOMS of {Path(__file__).name} says so"
         for own, found in sources_of.items()
         for path, text in found.items()
         for room in re.findall(r'#include "(\w+)/', text)
         if room in ROOMS and ROOMS.index(room) > ROOMS.index(own)
     ]
-    assert not up
+    assert not up, "\n".join(up)
 
 
 def test_ranks_have_one_verb():
@@ -97,5 +97,9 @@ def test_functions_are_short():
         else:
             found = {m[2]: m[3].count("\n") for m in BODY.finditer(text)}
         most = MOST_OF_A_KERNEL if kernel else MOST_LINES
-        long += [f"{path}: {name} has {n} lines" for name, n in found.items() if n > most]
-    assert not long
+        long += [
+            f"{path}: the body of {name.strip()} has {n} lines, expected at most {most}; split it"
+            for name, n in found.items()
+            if n > most
+        ]
+    assert not long, "\n".join(long)

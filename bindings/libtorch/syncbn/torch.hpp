@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "syncbn/torch_autograd.hpp"
+#include "syncbn/torch_gradients.hpp"
 
 /// Synchronized batch normalization as a module of LibTorch, for tensors on the CPU. It is
 /// header-only, for programs that have LibTorch. docs/libtorch.md describes it.

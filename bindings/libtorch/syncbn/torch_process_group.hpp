@@ -12,7 +12,6 @@
 #include <cstdint>
 #include <deque>
 #include <exception>
-#include <map>
 #include <span>
 #include <string>
 #include <thread>
@@ -173,45 +172,5 @@ class ProcessGroupCommunicator final : public FramedExchange {
   std::string call_;
   std::deque<c10::intrusive_ptr<c10d::Work>> sums_;  ///< that were begun
 };
-
-/// Replaces the gradients of these parameters by their means over the ranks of a process group.
-/// Every rank passes the same parameters in the same order, and gets the same bits; those that
-/// require no gradient are left out. A gradient that is undefined on some ranks counts as zero
-/// there; one that is undefined on all ranks stays so. There is one all-reduce for each dtype.
-/// Throws InvalidArgument for no group, and what the process group throws.
-inline void average_gradients(const std::vector<at::Tensor>& parameters,
-                              const c10::intrusive_ptr<c10d::ProcessGroup>& process_group) {
-  if (!process_group) {
-    throw InvalidArgument("process_group: got none, expected a group");
-  }
-  const at::NoGradGuard no_grad;
-  std::map<at::ScalarType, std::vector<at::Tensor>> learning;
-  for (const at::Tensor& parameter : parameters) {
-    if (parameter.requires_grad()) {
-      learning[parameter.scalar_type()].push_back(parameter);
-    }
-  }
-  for (const auto& [dtype, of_dtype] : learning) {
-    std::vector<at::Tensor> own;  // behind each gradient a number: whether there is one
-    std::vector<std::int64_t> sizes;
-    for (const at::Tensor& parameter : of_dtype) {
-      const at::Tensor& gradient = parameter.grad();
-      own.push_back((gradient.defined() ? gradient : at::zeros_like(parameter)).reshape(-1));
-      own.push_back(at::full({1}, gradient.defined() ? 1 : 0, parameter.options()));
-      sizes.insert(sizes.end(), {parameter.numel(), 1});
-    }
-    std::vector<at::Tensor> sums{at::cat(own)};
-    process_group->allreduce(sums)->wait();
-    const auto means = sums[0].div_(process_group->getSize()).split_with_sizes(sizes);
-    for (std::size_t i = 0; i < of_dtype.size(); ++i) {
-      const at::Tensor mean = means[2 * i].view(of_dtype[i].sizes());
-      if (of_dtype[i].grad().defined()) {
-        of_dtype[i].grad().copy_(mean);
-      } else if (means[2 * i + 1].item<double>() > 0) {
-        of_dtype[i].mutable_grad() = mean.clone();
-      }
-    }
-  }
-}
 
 }  // namespace syncbn::torch

@@ -191,12 +191,14 @@ def test_state_dicts_load_both_ways(build, tmp_path):
     plain(torch.arange(12.0).view(4, 3))
     torch.nn.init.uniform_(plain.weight)
     torch.jit.script(plain).save(tmp_path / "python.pt")
+    torch.save({f"0.{name}": t for name, t in plain.state_dict().items()}, tmp_path / "state.pt")
     run(build / "layer", "state", tmp_path)
-    back = torch.jit.load(tmp_path / "cpp.pt").state_dict()
-    assert list(back) == list(plain.state_dict())
-    for name, tensor in plain.state_dict().items():
-        assert torch.equal(back[name], tensor), name
-    syncbn.SyncBatchNorm(3).load_state_dict(back)
+    for file, prefix in (("cpp.pt", ""), ("network.pt", "0.")):
+        back = torch.jit.load(tmp_path / file).state_dict()
+        assert list(back) == [prefix + name for name in plain.state_dict()]
+        for name, tensor in plain.state_dict().items():
+            assert torch.equal(back[prefix + name], tensor), name
+    torch.nn.Sequential(syncbn.SyncBatchNorm(3)).load_state_dict(back)
 
 
 @pytest.fixture(scope="session")
@@ -365,6 +367,27 @@ def test_gradients_are_averaged_exact(errors):
             "none",
             "InvalidArgument: process_group: got none, expected a group",
         ]
+
+
+def test_ranks_whose_parameters_differ_get_an_error_in_place_of_mixed_gradients(errors):
+    differ = "the ranks did not pass the same parameters: "
+    order = "parameter 0 in order: float32 (3) on rank 0, float32 (3, 2) on rank 1"
+    number = "parameters that require a gradient: 3 on rank 0, 2 on rank 1; "
+    number += "parameter 2 in order: float64 (2) on rank 0, none on rank 1"
+    for rank in (0, 1):
+        told = lines(errors, "averaged_other", rank)
+        who = f"parameters: rank {rank} of 2: "
+        assert told[:2] == [
+            f"DivergenceError: average_gradients, 3 {who}{differ}{order}",
+            f"DivergenceError: average_gradients, {3 - rank} {who}{differ}{number}",
+        ]
+        call = (at(), "average_gradients, 3 parameters")[rank == 0]
+        assert told[2].startswith(f"DivergenceError: {call}: rank {rank} of 2 brought ")
+        assert told[3:5] == ["ok", "unchanged"]
+    assert lines(errors, "averaged_other", 0)[5:] == [
+        "ExchangeTimeout: average_gradients, 3 parameters: rank 0 of 2: rank 1 did not come to the "
+        "exchange within 2000 ms"
+    ]
 
 
 def test_layer_over_any_communicator_exact(errors):
