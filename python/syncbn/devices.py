@@ -79,16 +79,16 @@ def _check_inputs(layer, options, xs: Sequence[Tensor], residuals, masks, ranks:
             )
         place = x.device, x.shape[1:2]
         # The parameters lie on the first device and are copied to the others.
-        tensors = [None] * 4 if place in compared else _beside(x, *of_layer)
+        mean, var, weight, bias = [None] * 4 if place in compared else _beside(x, *of_layer)
         compared.add(place)
         try:
-            check_arguments(x, *tensors, residuals[k])
+            check_arguments(x, mean, var, weight, bias, residuals[k])
             if masks[k] is not None:
                 check_mask(masks[k], x, options.writes_over_input)
             check_plain(ranks == 1, input=x, residual=residuals[k], mask=masks[k])
             if options.writes_over_input:
-                own = _beside(x, *of_layer[2:])
-                check_in_place(x, *own, residuals[k], options.negative_slope)
+                weight, bias = _beside(x, layer.weight, layer.bias)
+                check_in_place(x, weight, bias, residuals[k], options.negative_slope)
         except ValueError as error:
             raise ValueError(f"inputs[{k}], of device {k}: {error}") from None
         if x.shape[1] != xs[0].shape[1]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .baton import Generators, inside, run_in_turns
 from .exchange import callers, groups, host
 from .exchange.call import Call, Peers, Said, tag_of
-from .exchange.sums import Parties, exponent_of, pack, unpack
+from .exchange.sums import Parties, exponent_of, mean_of, pack, unpack
 from .exchange.transport import SUMMED
 from .exchange.turn import refuse_on_host
 from .meeting_point import Meeting
@@ -127,7 +127,7 @@ def fixed_order_hook(
     words = parties.gather("bucket", {"gradients": len(gradients)}, own)
     exponents = unpack(words, len(gradients))
     for g, total in zip(gradients, parties.total("bucket", [[g] for g in gradients], exponents)):
-        g.copy_(total.div_(parties.processes).view(g.shape))
+        g.copy_(mean_of(total, parties.processes, g))
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future

@@ -4,7 +4,7 @@ rounded to a multiple of one power of two, the same for all, and the sums of tho
 float64."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -101,21 +101,23 @@ class Parties:
 
     def total(
         self, what: str, summands: Sequence[Sequence[Tensor]], exponents: Sequence[int]
-    ) -> list[Tensor]:
-        """Gives sums over all shares, float64, each flat. summands: for each sum the tensors of
-        this process's shares, which have no more than one each, on one device. exponents: for each
-        sum the largest of all processes."""
+    ) -> list[Iterable[Tensor]]:
+        """Gives sums over all shares, each in pieces of a flat float64 tensor, for mean_of().
+        summands: for each sum the tensors of this process's shares, which have no more than one
+        each, on one device. exponents: for each sum the largest of all processes."""
+        pieces: list[Iterable[Tensor]] = list(map(self._pieces, summands, exponents))
+        if self.processes == 1:
+            return pieces
         like = [next(iter(own), None) for own in summands]
         sizes = [0 if x is None else _real(x).numel() for x in like]
         device = next((x.device for x in like if x is not None), None)
-        whole = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
-        for own, exponent, total in zip(summands, exponents, whole.split(sizes)):
-            for x in own:
-                self._add(total, _real(x).flatten(), exponent)
-        if self.processes > 1:
-            way = host.transport_of(self._peers(), whole.device)
-            whole = way.sum(whole, tag_of(what, sizes), Call(f"{self._who}.{what}"))
-        return list(whole.split(sizes))
+        whole = torch.empty(sum(sizes), dtype=torch.float64, device=device)
+        for place, own in zip(whole.split(sizes), pieces):
+            for part, piece in zip(place.split(_PIECE), own):
+                part.copy_(piece)
+        way = host.transport_of(self._peers(), whole.device)
+        whole = way.sum(whole, tag_of(what, sizes), Call(f"{self._who}.{what}"))
+        return [total.split(_PIECE) for total in whole.split(sizes)]
 
     def refuse(self, what: str, error: BaseException) -> None:
         """Tells the others, who are in an exchange of this group or come to one, that this process
@@ -123,8 +125,21 @@ class Parties:
         if self.processes > 1:
             host.engine_of(self._peers()).refuse(Call(f"{self._who}.{what}"), error)
 
-    def _add(self, total: Tensor, summand: Tensor, exponent: int) -> None:
-        """Rounds to the multiple of a power of two, of which a float64 holds V."""
+    def _pieces(self, own: Sequence[Tensor], exponent: int) -> Iterator[Tensor]:
+        """Rounds to the multiple of a power of two, of which a float64 holds V, and adds."""
         scale = math.ldexp(1.5, min(exponent, 1023 - self._room) + self._room - 1)
-        for own, more in zip(total.split(_PIECE), summand.split(_PIECE)):
-            own += more.double().add_(scale).sub_(scale)
+        for parts in zip(*(_real(x).flatten().split(_PIECE) for x in own)):
+            total, *others = (part.double().add_(scale).sub_(scale) for part in parts)
+            for more in others:
+                total += more
+            yield total
+
+
+def mean_of(pieces: Iterable[Tensor], count: int, summand: Tensor) -> Tensor:
+    """Gives a sum over a count, contiguous. summand: the first, whose memory it takes if it can."""
+    mean = summand.detach()
+    if not mean.is_contiguous():
+        mean = torch.empty_like(mean, memory_format=torch.contiguous_format)
+    for part, piece in zip(_real(mean).view(-1).split(_PIECE), pieces, strict=True):
+        part.copy_(piece.div_(count) if count > 1 else piece)
+    return mean

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..exchange.sums import NONE, Parties
+from ..exchange.sums import NONE, Parties, mean_of
 
 #: Bytes of gradients that travel together, in float64.
 _BUCKET = 50 << 20
@@ -50,20 +50,20 @@ def add_means(
             for i in bucket:
                 each[i] = None
         totals = parties.total("step", own, [exponents[i] for i in bucket])
+        firsts = [summands[0] for summands in own]
         del own
-        for i, total in zip(bucket, totals):
-            _add(parameters[i], total, parties.shares)
+        for i, total, first in zip(bucket, totals, firsts):
+            _add(parameters[i], mean_of(total, parties.shares, first))
     for p, of_layers in zip(parameters, exact):
         if of_layers is not None:
-            _add(p, of_layers, parties.shares)
+            _add(p, of_layers.div_(parties.shares))
 
 
-def _add(parameter: nn.Parameter, total: Tensor, shares: int) -> None:
+def _add(parameter: nn.Parameter, mean: Tensor) -> None:
     """Adds the mean over shares to the gradient, which is of the parameter's layout."""
-    if parameter.is_complex() and not total.is_complex():
-        total = torch.view_as_complex(total.view(-1, 2))
-    mean = total.div_(shares).view(parameter.shape)
-    if parameter.grad is None:
-        parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(mean)
+    if parameter.grad is not None:
+        parameter.grad += mean
+    elif mean.stride() == parameter.stride():
+        parameter.grad = mean
     else:
-        parameter.grad += mean.to(parameter.dtype)
+        parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(mean)
