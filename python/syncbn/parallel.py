@@ -51,7 +51,8 @@ class AllReduce(torch.autograd.Function):
             said = {"shape": tuple(total.shape)}
             call = Call("all_reduce", dtype=total.dtype, options=Said(said))
             host.agree(group, tag_of("all_reduce", total.dtype, said), call)
-            totals[0] = host.transport_of(group, total.device).sum(total, None, call)
+            way = host.transport_of(group, total.device)
+            totals[0] = way.sum(total.contiguous(), None, call)
         copies = (totals[k % n].to(x.device, copy=True) for k, x in enumerate(xs[n:]))
         return *totals, *copies
 

@@ -94,12 +94,11 @@ class OnHost(Transport):
         return self._sum_numbers(x.cpu(), call).to(x.device)
 
     def _sum_numbers(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        """Sums tensors of one of SUMMED, equal in shape on all ranks."""
-        total = x.clone(memory_format=torch.contiguous_format)
-        numbers = torch.view_as_real(total) if total.is_complex() else total
+        """Sums tensors of one of SUMMED, equal in shape on all ranks, over x."""
+        numbers = torch.view_as_real(x) if x.is_complex() else x
         with Attempt(self.peers, call) as attempt:
             _sum_over_gloo(numbers, self.peers.group_name, attempt)
-        return total
+        return x
 
     def backward_of(self, word, merged, own, turn):
         if merged is not None:
@@ -139,7 +138,7 @@ class Gloo(OnHost):
         self.name = "gloo" if peers.nodes == 1 else "gloo between nodes"
 
     def sum_words(self, words: torch.Tensor, call: Call) -> torch.Tensor:
-        return self._sum_numbers(words, call)
+        return self._sum_numbers(words.clone(), call)
 
 
 class _InMemory(OnHost):

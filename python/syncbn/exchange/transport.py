@@ -75,9 +75,10 @@ class Transport(ABC):
 
     @abstractmethod
     def sum(self, x: torch.Tensor, tag: int | None, call: Call) -> torch.Tensor:
-        """Sums x, of one of SUMMED, over the group. tag: 20 bits, equal on ranks whose x may be
-        summed; None: host.agree() has compared it. x is of one length on all ranks. Errors are
-        those of exchange(), also in stream order where x has no NaN."""
+        """Gives the sum of x, contiguous and of one of SUMMED, over the group, and may write over
+        x. tag: 20 bits, equal on ranks whose x may be summed; None: host.agree() has compared it.
+        x is of one length on all ranks. Errors are those of exchange(), also in stream order where
+        x has no NaN."""
 
     @abstractmethod
     def backward_of(self, word: int, merged: torch.Tensor | None, own: int, turn: Any) -> Backward:
@@ -179,7 +180,7 @@ class InStream(Transport):
 
     def sum(self, x, tag, call):
         """Sums x in its own dtype, and the tags in a message of their own, whose sums are exact."""
-        total = self._add(x.clone(memory_format=torch.contiguous_format))
+        total = self._add(x)
         if tag is None:
             return total
         tags = x.new_full((2,), tag, dtype=torch.int64)

@@ -49,7 +49,8 @@ class _SumOfRanks(torch.autograd.Function):
     def forward(ctx, x, exchange):
         ctx.exchange = exchange
         call = exchange.call._replace(direction=f"{exchange.call.direction} ({exchange.what})")
-        return transport_of(exchange.peers, x.device).sum(x, exchange.tag(x), call)
+        own = x.clone(memory_format=torch.contiguous_format)
+        return transport_of(exchange.peers, x.device).sum(own, exchange.tag(x), call)
 
     @staticmethod
     def backward(ctx, gradient):
