@@ -159,7 +159,8 @@ class Shares(nn.Module):
     ) -> Loader:
         """Makes the batches of this process's shares.
 
-        An iteration is an epoch. For each batch it gives a list of parts, one for each share of
+        An iteration is an epoch, or what is left of it: behind a break the next iteration goes on
+        with the next batch. For each batch it gives a list of parts, one for each share of
         this process, which collate_fn made of the share's samples: share v has the v-th part of the
         batch. The order of samples comes from seed and epoch, a sample's random numbers from seed,
         epoch and index, and those of collate_fn from seed, epoch, batch and share; PyTorch's,

@@ -63,8 +63,9 @@ def _as_it_is(parts: list) -> list:
 
 
 class Loader:
-    """The batches of epochs, as Shares.loader() makes it. An iteration is an epoch, and gives for
-    each batch a list of parts, one for each share of this process. len() is their number.
+    """The batches of epochs, as Shares.loader() makes it. An iteration is an epoch, or what is left
+    of one, and gives for each batch a list of parts, one for each share of this process. len() is
+    the number of batches in an epoch.
 
     epoch: of the iteration that runs, or else of the next one.
     """
@@ -142,7 +143,8 @@ class Loader:
             self._parties.refuse("step", error)
             raise
         finally:
-            self.epoch, self._batch = self.epoch + 1, 0
+            if self._batch == len(self):
+                self.epoch, self._batch = self.epoch + 1, 0
 
     def places(self) -> Iterator[list[_Place]]:
         """The samples of this process's shares in the batches that are left of the epoch."""

@@ -6,6 +6,7 @@ the number of processes."""
 import contextlib
 import copy
 import functools
+import itertools
 import json
 import os
 import pickle
@@ -224,6 +225,27 @@ def test_datasets_that_draw_from_others_are_refused(make, workers):
 
 def ones(count):
     return [torch.ones(2, 2)] * count
+
+
+def test_a_loop_that_is_left_goes_on_with_the_next_batch_exact():
+    """Also in another run, which loads what was saved behind the break."""
+
+    def new():
+        return syncbn.Shares(small(), 2).loader(range(20), 4)
+
+    def parts(loader, most=10):
+        return [torch.cat(batches).tolist() for batches in itertools.islice(loader, most)]
+
+    whole = new()
+    expected = parts(whole) + parts(whole)
+    left, other = new(), new()
+    seen = parts(left, 3)
+    assert left.state_dict() == {"epoch": 0, "batch": 3, "samples": 20}
+    other.load_state_dict(left.state_dict())
+    for loader in (left, other):
+        assert seen + parts(loader) + parts(loader) == expected
+    assert len(parts(left, 5)) == 5  # the last batch ends the epoch, however the loop ends
+    assert left.state_dict() == {"epoch": 3, "batch": 0, "samples": 20}
 
 
 def test_refused_calls_change_nothing():
