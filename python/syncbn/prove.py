@@ -4,6 +4,7 @@ processes, and says where its runs differ first."""
 
 import argparse
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -16,6 +17,9 @@ import torch.distributed as dist
 from .models.recording import first_difference, hash_of, record
 from .shares import Shares
 
+#: The last line of a traceback, as torchrun prints it.
+_ERROR = re.compile(r"^(?:\[rank\d+\]: )?(\w[\w.]*(?:Error|Lost|Timeout): \S.*)", re.MULTILINE)
+
 
 def prove(processes: list[int], steps: int, program: list[str]) -> int:
     """Runs the program as it stands, under torchrun, and stops each run after so many steps. Prints
@@ -24,6 +28,7 @@ def prove(processes: list[int], steps: int, program: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         notes = {p: str(Path(folder, f"{p} process{'es' * (p > 1)}")) for p in processes}
         for number, path in notes.items():
+            kind = f"process{'es' * (number > 1)}"
             launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             own = ["-m", "syncbn.prove", "--worker", path, "--steps", str(steps), *program]
             log = Path(folder, "log")
@@ -34,10 +39,13 @@ def prove(processes: list[int], steps: int, program: list[str]) -> int:
                     stderr=subprocess.STDOUT,
                 )
             if done.returncode or not os.path.exists(path):
-                print(log.read_text()[-4000:])
-                print(f"{number:3} processes: ended with exit code {done.returncode}, no steps")
+                text = log.read_text()
+                print(text[-4000:])
+                # What a process said stands before what torchrun says of the processes.
+                errors = _ERROR.findall(text) or [f"exit code {done.returncode}"]
+                print(f"{number:3} {kind} ended before step {steps}: {errors[-1]}")
                 return 2
-            print(f"{number:3} process{'es' * (number > 1):2} {hash_of(path)}", flush=True)
+            print(f"{number:3} {kind:9} {hash_of(path)}", flush=True)
         first, *others = notes.values()
         for path in (first, *others):  # also where the ranks of the first one differ
             difference = first_difference(first, path)

@@ -34,7 +34,16 @@ network = nn.Sequential(nn.Linear(4, 8), Scaled(), nn.BatchNorm1d(8), nn.Linear(
 network = syncbn.convert_sync_batchnorm(network)
 training = syncbn.Shares(network, shares=4)
 optimizer = torch.optim.Adam(network.parameters())
+seen = []
+
+
+def loss(model, x):
+    if fault == "list":
+        seen.append(len(x))
+    return model(x).square().mean()
+
+
 for batches in training.loader(Data(), 16):
-    training.step(lambda model, x: model(x).square().mean(), batches)
+    training.step(loss, batches)
     optimizer.step()
     optimizer.zero_grad()

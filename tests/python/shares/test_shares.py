@@ -560,6 +560,14 @@ def test_prove_finds_what_differs_first(capfd):
     ):
         assert main(["prove", "--processes", "1,2", "--steps", "2", program, fault]) == code
         assert text in capfd.readouterr().out
+    assert main(["prove", "--processes", "1", program, "list"]) == 2
+    assert (
+        capfd.readouterr()
+        .out.splitlines()[-1]
+        .startswith(
+            "  1 process ended before step 3: ValueError: loss: got a forward that changes seen"
+        )
+    )
     assert main(["prove", "--steps", "0", program]) == 2
 
 
