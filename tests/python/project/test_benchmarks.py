@@ -132,7 +132,7 @@ def test_a_part_that_is_measured_alone_leaves_the_others():
     assert results["curve"] == rows and results["steps"] == stored["steps"] != []
     assert results["machine"] == stored["machine"]
     assert re.search(r"\| 64 +\| threads \| 1 / 2 \|", report.pivot_table(results, "curve"))
-    told = f"`curve` was measured at {again['date']} (commit abcdef0)"
+    told = f"`curve` were measured at {again['date']} (commit abcdef0) on {again['processor']}"
     assert told in report.machine_text(results)
 
 
