@@ -137,8 +137,9 @@ typedef struct syncbn_communicator {
      numbers of words, for example from different layers or dtypes. Return an error then; do not
      hang. */
   int32_t (*all_reduce_sum)(void* user_data, int64_t* words, int64_t count);
-  /* Tells the other ranks that this rank will not come, because its arguments were refused. So the
-     others need not wait. The function may be NULL. */
+  /* Tells the other ranks that this rank will not come, because its arguments were refused or its
+     own code failed. So the others need not wait. reason is a text for them. The function may be
+     NULL. */
   void (*abandon)(void* user_data, const char* reason);
   /* Repairs the group after an error, for syncbn_group_reset, on every rank. The function may be
      NULL. */
