@@ -128,7 +128,8 @@ def fixed_order_hook(
     words = parties.gather("bucket", {"gradients": len(gradients)}, own)
     exponents = unpack(words, len(gradients))
     for g, total in zip(gradients, parties.total("bucket", [[g] for g in gradients], exponents)):
-        g.copy_(mean_of(total, parties.processes, g))
+        room = torch.empty_like(g, memory_format=torch.contiguous_format)
+        g.copy_(mean_of(total, parties.processes, room))
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future

@@ -129,17 +129,14 @@ class Parties:
         """Rounds to the multiple of a power of two, of which a float64 holds V, and adds."""
         scale = math.ldexp(1.5, min(exponent, 1023 - self._room) + self._room - 1)
         for parts in zip(*(_real(x).flatten().split(_PIECE) for x in own)):
-            total, *others = (part.double().add_(scale).sub_(scale) for part in parts)
+            total, *others = (p.to(torch.float64, copy=True).add_(scale).sub_(scale) for p in parts)
             for more in others:
                 total += more
             yield total
 
 
-def mean_of(pieces: Iterable[Tensor], count: int, summand: Tensor) -> Tensor:
-    """Gives a sum over a count, contiguous. summand: the first, whose memory it takes if it can."""
-    mean = summand.detach()
-    if not mean.is_contiguous():
-        mean = torch.empty_like(mean, memory_format=torch.contiguous_format)
-    for part, piece in zip(_real(mean).view(-1).split(_PIECE), pieces, strict=True):
+def mean_of(pieces: Iterable[Tensor], count: int, room: Tensor) -> Tensor:
+    """Writes a sum over a count to a contiguous tensor, which may be one of the summands."""
+    for part, piece in zip(_real(room).view(-1).split(_PIECE), pieces, strict=True):
         part.copy_(piece.div_(count) if count > 1 else piece)
-    return mean
+    return room

@@ -50,13 +50,23 @@ def add_means(
             for i in bucket:
                 each[i] = None
         totals = parties.total("step", own, [exponents[i] for i in bucket])
-        firsts = [summands[0] for summands in own]
+        rooms = [_room(summands[0]) for summands in own]
         del own
-        for i, total, first in zip(bucket, totals, firsts):
-            _add(parameters[i], mean_of(total, parties.shares, first))
+        for i, total, room in zip(bucket, totals, rooms):
+            _add(parameters[i], mean_of(total, parties.shares, room))
     for p, of_layers in zip(parameters, exact):
         if of_layers is not None:
             _add(p, of_layers.div_(parties.shares))
+
+
+def _room(gradient: Tensor) -> Tensor:
+    """Gives the gradient's memory for the mean, or new memory if another tensor lies in it, too:
+    autograd may give several parameters views of one tensor."""
+    storage = gradient.untyped_storage()
+    uses = torch._C._storage_Use_Count(storage._cdata)
+    if gradient.is_contiguous() and uses == 2:  # by the gradient and by `storage`
+        return gradient.detach()
+    return torch.empty_like(gradient, requires_grad=False, memory_format=torch.contiguous_format)
 
 
 def _add(parameter: nn.Parameter, mean: Tensor) -> None:

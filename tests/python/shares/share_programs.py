@@ -91,6 +91,19 @@ class InPlace(Base):
 
 
 @equal
+class GradientsInOneMemory(Base):
+    """PyTorch gives both parameters views of one gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.columns = (nn.Parameter(torch.ones(s)) for s in ((2, 4), (4, 2)))
+
+    def forward(self, x):
+        h = self.a(x) * (self.rows.flatten() + self.columns.flatten())
+        return self.b(self.bn(h))
+
+
+@equal
 class Kept(Base):
     """Modules and methods in lists, lambdas and partial functions."""
 
