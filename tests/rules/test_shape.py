@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the exchange and the operators keep to: ranks have one verb, sum; an operator has few
-arguments, of which one holds the options of a layer."""
+"""What the tree keeps to: ranks have one verb, sum, and fail together in one of two ways; an operator
+has few arguments, of which one holds the options of a layer; functions, and tests, are short."""
 
 import ast
 import re
@@ -53,6 +53,30 @@ def test_ranks_have_one_verb():
     assert not found
 
 
+#: How the ranks of a group fail together: by the one word of a barrier in memory, by the frame before
+#: a message, or as the group to which a sum is handed on says. NCCL and the caller have their own
+#: ways, and one rank has none.
+PROTOCOLS = {
+    "barrier": {"SlotExchange", "SharedMemoryGroup"},
+    "frame": {"FramedExchange", "MpiExchange", "ProcessGroupCommunicator"},
+    "another group's": {"MpiCommunicator", "MpiNodes", "StagedCommunicator", "LayerExchange"},
+    "not ours": {"NcclCommunicator", "Callbacks"},
+    "none": {"SelfCommunicator"},
+}
+
+
+def test_groups_fail_in_one_of_two_ways():
+    """A third one would have to agree with both."""
+    derived = re.compile(r"class (?:SYNCBN_API )?(\w+) (?:final )?: public (?:\w+::)*(\w+)")
+    found = [
+        m for text in sources("include", "src", "bindings").values() for m in derived.findall(text)
+    ]
+    groups = {name for name, base in found if base in ("Communicator", "FramedExchange")}
+    assert groups == set().union(*PROTOCOLS.values()), "say in PROTOCOLS in which way it fails"
+    framed = {name for name, base in found if base == "FramedExchange"}
+    assert framed < PROTOCOLS["frame"]
+
+
 def schemas() -> dict[str, list[str]]:
     """The arguments of each operator in C++."""
     found = {}
@@ -103,3 +127,13 @@ def test_functions_are_short():
             if n > most
         ]
     assert not long, "\n".join(long)
+
+
+def test_tests_are_not_much_longer_than_what_they_test():
+    def lines_in(*folders: str) -> int:
+        paths = [path for folder in folders for path in (PROJECT / folder).rglob("*")]
+        ours = [p for p in paths if p.is_file() and p.suffix not in (".md", ".pyc")]
+        return sum(path.read_bytes().count(b"\n") for path in ours)
+
+    tests, product = lines_in("tests"), lines_in("include", "src", "bindings", "python")
+    assert tests <= 1.2 * product, f"{tests} lines of tests for {product}: shorten or join some"
