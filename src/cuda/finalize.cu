@@ -168,17 +168,6 @@ RunningArrays running_arrays(const Running& running) {
           running.call, running.count};
 }
 
-void check_update(const Running& running, std::int64_t channels) {
-  check_per_channel("running_mean", running.mean, channels, Device::kCuda);
-  check_per_channel("running_var", running.var, channels, Device::kCuda);
-  if (running.momentum.has_value()) {
-    check_momentum(*running.momentum);
-  } else if (running.batches == nullptr && !(running.mean.absent() && running.var.absent())) {
-    throw InvalidArgument(
-        "momentum: got none without num_batches_tracked, expected a number in [0, 1]");
-  }
-}
-
 }  // namespace
 
 void load_finalize(DType dtype) {
@@ -191,9 +180,6 @@ void load_finalize(DType dtype) {
 void finalize_moments(const std::int64_t* merged, DType dtype, int ranks, double* mean, double* var,
                       double* rstd, std::int64_t* info, std::int64_t channels, double eps,
                       const Running& running, const Stream& stream) {
-  check_eps(eps);
-  check_ranks(ranks);
-  check_update(running, channels);
   // Blocks that share the number of batches would have to wait for each other to raise it.
   const bool at_once =
       running.momentum.has_value() || (running.mean.absent() && running.var.absent());
@@ -212,8 +198,6 @@ void finalize_moments(const std::int64_t* merged, DType dtype, int ranks, double
 void finalize_gradients(const std::int64_t* merged, DType dtype, int ranks, const std::int64_t* own,
                         const std::int64_t* info, const ParameterGradients& p,
                         const Stream& stream) {
-  check_ranks(ranks);
-  check_pass(p);
   dispatch_dtype(dtype, [&](auto type) {
     using T = typename ElementTraits<decltype(type)>::SameFormat;
     start("finalize_gradients", &gradients_kernel<T>,
@@ -226,7 +210,6 @@ void finalize_gradients(const std::int64_t* merged, DType dtype, int ranks, cons
 void update_running_statistics(const Running& running, const double* mean, const double* var,
                                const std::int64_t* info, std::int64_t channels,
                                const Stream& stream) {
-  check_update(running, channels);
   start("update_running_statistics", &running_kernel, 1, kRunningThreads, 0, stream,
         running_arrays(running), mean, var, info, channels, !running.momentum.has_value(),
         running.momentum.value_or(0.0));
@@ -234,14 +217,7 @@ void update_running_statistics(const Running& running, const double* mean, const
 
 void evaluation_statistics(const TensorView& running_mean, const TensorView& running_var,
                            double* mean, double* rstd, double eps, const Stream& stream) {
-  check_eps(eps);
-  if (running_mean.sizes.size() != 1) {
-    throw InvalidArgument("running_mean: got " + std::to_string(running_mean.sizes.size()) +
-                          " axes, expected 1");
-  }
   const std::int64_t channels = running_mean.sizes[0];
-  check_per_channel("running_mean", running_mean, channels, Device::kCuda);
-  check_per_channel("running_var", running_var, channels, Device::kCuda);
   start("evaluation_statistics", &evaluation_kernel, grid_for(channels, kThreads), kThreads, 0,
         stream, channel_array(running_mean, 0.0), channel_array(running_var, 0.0), mean, rstd,
         channels, eps);

@@ -12,17 +12,10 @@
 #include "cuda/views.cuh"
 #include "cuda/window.cuh"
 #include "syncbn/error.hpp"
-#include "tensors/checks.hpp"
 #include "tensors/sample_view.hpp"
 
 // The host's side of a launch: views for kernels, sizes of grids, errors.
 namespace syncbn::cuda {
-
-inline void check_device(const char* name, const TensorView& x) {
-  if (x.device != Device::kCuda) {
-    throw InvalidArgument(std::string(name) + ": got a tensor on CPU, expected one on CUDA");
-  }
-}
 
 inline Operand operand(const char* name, const SampleView& view) {
   if (view.spatial_dims > kMaxSpatialDims) {
@@ -65,12 +58,6 @@ inline PullbackArrays pullback_arrays(const ActivationGradient& through, const d
           mask_bits(through.activation_mask, x)};
 }
 
-inline void check_pullback(const ActivationGradient& through, const TensorView& x) {
-  check_activation(through.activation);
-  check_per_channel("weight", through.weight, x.sizes[1], x.device);
-  check_per_channel("bias", through.bias, x.sizes[1], x.device);
-}
-
 inline MessageHeader header_of(const ForwardCall& call) {
   MessageHeader header;
   header.layer = call.layer;
@@ -78,42 +65,6 @@ inline MessageHeader header_of(const ForwardCall& call) {
   header.eps = call.eps;
   header.backward = call.backward;
   return header;
-}
-
-// What is to be said about a pass's arguments.
-
-inline void check_input(const TensorView& x, const MaskView& mask, const char* name = "x") {
-  check_samples(name, x);
-  check_device(name, x);
-  check_mask(mask, x);
-}
-inline void check_pass(const Normalization& p) {
-  check_input(p.x, p.mask);
-  check_like("y", p.y, p.x);
-  check_parameters(p);
-  check_activation(p.activation);
-}
-inline void check_pass(const GradientSums& p) {
-  check_input(p.x, p.mask);
-  check_like("dy", p.dy, p.x);
-  check_pullback(p.through, p.x);
-  if (!p.u.absent()) {
-    check_like("u", p.u, p.x);
-  }
-}
-inline void check_pass(const InputGradient& p) {
-  check_input(p.x, p.mask);
-  check_like("dy", p.dy, p.x);
-  check_pullback(p.through, p.x);
-  check_like("dx", p.dx, p.x);
-  if (p.coefficients == nullptr) {
-    throw InvalidArgument("coefficients: got null, expected 3 * C numbers");
-  }
-}
-inline void check_pass(const ParameterGradients& p) {
-  check_per_channel("weight", p.weight, p.channels, Device::kCuda);
-  check_per_channel("dweight", p.dweight, p.channels, Device::kCuda);
-  check_per_channel("dbias", p.dbias, p.channels, Device::kCuda);
 }
 
 /// The layout that fits all views (as the mask does, if there is one: else runs of bits and of

@@ -32,7 +32,6 @@ struct NormalizePass {
 void load_normalize(DType dtype) { load_elements<NormalizePass>(dtype); }
 
 void normalize(const Normalization& p, const Stream& stream) {
-  check_pass(p);
   const SampleView from(p.x, p.mask);
   if (from.empty() || from.channels == 0) {
     return;

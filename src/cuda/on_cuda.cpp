@@ -42,12 +42,6 @@ void statistics(const ForwardStep& step, const Merged& merged, const Execution& 
   }
 }
 
-/// The message of the only rank.
-Merged alone(const GroupSum& group, const TensorView& x) {
-  const std::int64_t* const message = group.message.data();
-  return {message, message + kHeaderWords, x.dtype, 1};
-}
-
 constexpr DevicePasses kPasses = {
     .forward_sums = sums,
     .forward_statistics = statistics,
@@ -84,18 +78,6 @@ constexpr DevicePasses kPasses = {
         [](const TensorView& u, const MaskView& mask, const double* rstd, const TensorView& weight,
            const MutableTensorView& dx, const Execution& e) {
           cuda::evaluation_input_gradient(u, mask, rstd, weight, dx, on(e));
-        },
-    .forward_at_once =
-        [](const ForwardStep& step, GroupSum& group, const Execution& e) {
-          forward_begin(step, group.message.data(), e);
-          forward_finish(step, alone(group, step.pass.x), e);
-          return Reached::kOutput;
-        },
-    .backward_at_once =
-        [](const BackwardStep& step, GroupSum& group, const Execution& e) {
-          backward_begin(step, group.message.data(), nullptr, e);
-          backward_finish(step, group.message.data(), alone(group, step.pass.x), e);
-          return Reached::kOutput;
         },
     .workspace_words = cuda::workspace_words,
     .allocate = cuda::allocate_on,

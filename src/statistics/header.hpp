@@ -72,6 +72,9 @@ SYNCBN_HD inline bool usable(const MessageInfo& info) {
   return info.agree && !info.any_rejected && info.count >= 0 && info.count <= kMaxCount;
 }
 
+/// Throws DivergenceError unless backward is of as many elements per channel as forward was.
+void check_count(std::int64_t backward, std::int64_t forward);
+
 inline constexpr std::uint64_t kContractVersion = 2;
 inline constexpr int kFingerprintBits = 20;
 

@@ -13,7 +13,7 @@
 namespace syncbn {
 
 /// All that differs between devices in a step, and that a layer and a group ask of one. Functions
-/// have the arguments of those of syncbn/step.hpp that they serve.
+/// have the arguments of those of syncbn/step.hpp that they serve, which has checked them.
 struct DevicePasses {
   // The doors.
   void (*forward_sums)(const ForwardStep& step, std::int64_t* message, const Execution& execution);
@@ -38,9 +38,11 @@ struct DevicePasses {
   void (*evaluation_input_gradient)(const TensorView& u, const MaskView& mask, const double* rstd,
                                     const TensorView& weight, const MutableTensorView& dx,
                                     const Execution& execution);
-  Reached (*forward_at_once)(const ForwardStep& step, GroupSum& group, const Execution& execution);
+  /// Null: the doors one after the other are as good.
+  Reached (*forward_at_once)(const ForwardStep& step, GroupSum& group,
+                             const Execution& execution) = nullptr;
   Reached (*backward_at_once)(const BackwardStep& step, GroupSum& group,
-                              const Execution& execution);
+                              const Execution& execution) = nullptr;
   std::int64_t (*workspace_words)(DType dtype, std::int64_t channels) = nullptr;  ///< CUDA
 
   // Memory, in the order of the stream. What follows the first two is CUDA's.

@@ -1,26 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <optional>
-#include <string>
-#include <utility>
 
 #include "statistics/header.hpp"
 #include "step/pass_arguments.hpp"
 #include "step/passes.hpp"
 
-// Whole directions, of one rank and of a rank of a group: checks, header and order; the arithmetic
-// is elsewhere.
+// Whole directions, of one rank and of a rank of a group: header and order; the arithmetic is
+// elsewhere.
 namespace syncbn {
 namespace {
 
-/// What a message of these samples alone would say. Throws if they are too many.
+/// What a message of these samples alone would say.
 MessageInfo info_of(const SampleView& samples) {
   MessageInfo info;
   info.count = samples.count();
   info.agree = true;
   info.any_data = info.count > 0;
   info.dtype = info.any_data ? samples.dtype : info.dtype;
-  check_header(info);
   return info;
 }
 
@@ -49,7 +46,7 @@ class Sums final : public cpu::GroupSums {
     }
     if (!seen_) {
       seen_ = true;
-      group_.info = read_header(group_.merged.data(), group_.ranks);
+      group_.info = header_info(group_.merged.data(), group_.ranks);
       refused_ = !usable(group_.info) || (count_ >= 0 && group_.info.count != count_) ||
                  (group_.accept && !group_.accept(group_.info));
     }
@@ -77,19 +74,6 @@ class Sums final : public cpu::GroupSums {
   bool refused_ = false;
 };
 
-void check_group(const GroupSum& group, const TensorView& x) {
-  check_ranks(group.ranks);
-  check_array("sum", group.sum, 1);
-  const std::int64_t expected = message_words(x.dtype, x.sizes[1]);
-  for (const auto& [name, words] :
-       {std::pair{"message", group.message}, {"merged", group.merged}}) {
-    if (static_cast<std::int64_t>(words.size()) != expected) {
-      throw InvalidArgument(std::string(name) + ": got " + std::to_string(words.size()) +
-                            " words, expected " + std::to_string(expected));
-    }
-  }
-}
-
 /// A rank without elements, which has nothing to write either. Whether statistics are there.
 template <class Make>
 bool without_elements(Sums<Make>& sums, GroupSum& group, std::int64_t channels) {
@@ -106,8 +90,6 @@ bool without_elements(Sums<Make>& sums, GroupSum& group, std::int64_t channels) 
 
 MessageInfo forward_of_one_rank(const ForwardPass& p, const Execution& execution) {
   cpu::ContractExecutor executor(*execution.executor);
-  check_normalize(p);
-  check_moments(p.mean, p.var, p.rstd, p.eps, p.x.sizes[1]);
   const SampleView samples(p.x, p.mask);
   const std::int64_t channels = samples.channels;
   const MessageInfo info = info_of(samples);
@@ -128,9 +110,6 @@ MessageInfo forward_of_one_rank(const ForwardPass& p, const Execution& execution
 
 MessageInfo backward_of_one_rank(const BackwardPass& p, const Execution& execution) {
   cpu::ContractExecutor executor(*execution.executor);
-  check_gradient_inputs(p);
-  check_whole_output("dx", p.dx, p.x);
-  check_finalize_gradients(p, p.x);
   const SampleView samples(p.x, p.mask);
   const std::int64_t channels = samples.channels;
   const MessageInfo info = info_of(samples);
@@ -153,9 +132,6 @@ MessageInfo backward_of_one_rank(const BackwardPass& p, const Execution& executi
 Reached forward_in_group(const ForwardPass& p, GroupSum& group, std::uint32_t fingerprint,
                          std::int64_t backward, const Execution& execution) {
   cpu::ContractExecutor executor(*execution.executor);
-  check_normalize(p);
-  check_moments(p.mean, p.var, p.rstd, p.eps, p.x.sizes[1]);
-  check_group(group, p.x);
   const SampleView samples(p.x, p.mask);
   const std::int64_t channels = samples.channels;
   const AffineValues affine(p.weight, p.bias, channels);
@@ -182,10 +158,6 @@ Reached forward_in_group(const ForwardPass& p, GroupSum& group, std::uint32_t fi
 Reached backward_in_group(const BackwardPass& p, GroupSum& group, std::uint32_t fingerprint,
                           const Execution& execution) {
   cpu::ContractExecutor executor(*execution.executor);
-  check_gradient_inputs(p);
-  check_whole_output("dx", p.dx, p.x);
-  check_finalize_gradients(p, p.x);
-  check_group(group, p.x);
   const SampleView samples(p.x, p.mask);
   const std::int64_t channels = samples.channels;
   const PullbackArguments pullback(p.through, p.mean, p.rstd, channels);

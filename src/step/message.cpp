@@ -9,12 +9,10 @@
 #include "tensors/checks.hpp"
 
 namespace syncbn {
-int words_per_channel(DType dtype) {
-  check_dtype("dtype", dtype);
-  return format_of(dtype).words();
-}
+int words_per_channel(DType dtype) { return format_of(dtype).words(); }
 
 std::int64_t message_words(DType dtype, std::int64_t channels) {
+  check_dtype("dtype", dtype);
   check_channels(channels);
   return kHeaderWords + channels * words_per_channel(dtype);
 }
@@ -38,6 +36,13 @@ void check_header(const MessageInfo& info) {
   if (info.count < 0 || info.count > kMaxCount) {
     throw InvalidArgument("x: got " + std::to_string(info.count) +
                           " elements per channel over all ranks, expected 0 to 2^36");
+  }
+}
+
+void check_count(std::int64_t backward, std::int64_t forward) {
+  if (backward != forward) {
+    throw DivergenceError("backward: the ranks bring " + std::to_string(backward) +
+                          " elements per channel, forward had " + std::to_string(forward));
   }
 }
 

@@ -9,7 +9,6 @@
 #include "statistics/header.hpp"
 #include "step/device.hpp"
 #include "tensors/channel_values.hpp"
-#include "tensors/checks.hpp"
 
 namespace syncbn {
 namespace {
@@ -41,7 +40,6 @@ void sums(const ForwardStep& step, std::int64_t* message, const Execution& execu
 
 void update(const ForwardStep& step, const Execution&) {
   const Running& r = step.running;
-  check_counter(r, Device::kCpu);
   const std::int64_t elements = step.info[0];
   const std::int64_t before = r.batches == nullptr ? 0 : *r.batches;
   const double factor =
@@ -62,7 +60,7 @@ void update(const ForwardStep& step, const Execution&) {
 void statistics(const ForwardStep& step, const Merged& merged, const Execution& execution) {
   const ForwardPass& p = step.pass;
   const std::int64_t channels = p.x.sizes[1];
-  const MessageInfo info = read_header(merged.header, merged.ranks);
+  const MessageInfo info = header_info(merged.header, merged.ranks);
   check_header(info);
   if (step.statistics == Statistics::kWelford) {
     const DType dtype = info.any_data ? info.dtype : p.x.dtype;
@@ -98,7 +96,7 @@ void shares(const ParameterGradients& to, const std::int64_t* own, DType dtype,
 
 void gradients(const BackwardStep& step, const ParameterGradients& to, const std::int64_t* own,
                const Merged& merged, const Execution& execution) {
-  const MessageInfo info = read_header(merged.header, merged.ranks);
+  const MessageInfo info = header_info(merged.header, merged.ranks);
   check_header(info);
   if (step.info != nullptr) {
     check_count(info.count, step.info[0]);
@@ -129,7 +127,6 @@ Reached whole_forward(const ForwardStep& step, GroupSum& group, const Execution&
 }
 
 Reached whole_backward(const BackwardStep& step, GroupSum& group, const Execution& execution) {
-  check_array("info", step.info, kInfoWords);
   BackwardPass pass = step.pass;
   pass.count = step.info[0];
   if (group.sum != nullptr) {

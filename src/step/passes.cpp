@@ -3,16 +3,14 @@
 
 #include <algorithm>
 #include <optional>
-#include <string>
 
 #include "cpu/finalize.hpp"
 #include "statistics/header.hpp"
 #include "step/pass_arguments.hpp"
-#include "syncbn/error.hpp"
-#include "tensors/activation_mask.hpp"
 #include "tensors/channel_values.hpp"
 
-// Checks of arguments; the arithmetic is elsewhere.
+// The backend's form of arguments, and what is written where nothing counts; the arithmetic is
+// elsewhere.
 namespace syncbn {
 namespace {
 
@@ -20,7 +18,6 @@ namespace {
 template <class Sums>
 void write_message(const TensorView& x, const MaskView& mask, std::int64_t* message,
                    std::uint32_t fingerprint, const Sums& sums) {
-  check_array("message", message, message_words(x.dtype, x.sizes[1]));
   const SampleView samples(x, mask);
   const std::int64_t count = samples.count();
   write_header(message, count, fingerprint, count == 0 ? 0 : dtype_flag(x.dtype));
@@ -36,8 +33,6 @@ void write_message(const TensorView& x, const MaskView& mask, std::int64_t* mess
 void local_moments(const TensorView& x, const MaskView& mask, std::int64_t* message,
                    std::uint32_t fingerprint, const Execution& execution) {
   cpu::ContractExecutor executor(*execution.executor);
-  check_samples("x", x);
-  check_mask(mask, x);
   write_message(x, mask, message, fingerprint, [&](const SampleView& samples, std::int64_t* words) {
     cpu::moment_sums(samples, words, executor);
   });
@@ -46,11 +41,6 @@ void local_moments(const TensorView& x, const MaskView& mask, std::int64_t* mess
 void finalize_moments(const MessageInfo& info, const std::int64_t* words, double* mean, double* var,
                       double* rstd, std::int64_t channels, double eps, const Execution& execution) {
   cpu::ContractExecutor executor(*execution.executor);
-  check_channels(channels);
-  check_moments(mean, var, rstd, eps, channels);
-  if (usable(info) && info.count > 0) {
-    check_array("words", words, channels * words_per_channel(info.dtype));
-  }
   if (!usable(info) || info.count == 0) {
     fill_moments(usable(info), mean, var, rstd, channels);
     return;
@@ -60,15 +50,8 @@ void finalize_moments(const MessageInfo& info, const std::int64_t* words, double
   });
 }
 
-std::int64_t activation_mask_bytes(const TensorView& x) {
-  check_samples("x", x);
-  return ActivationMaskLayout(SampleView(x)).bytes;
-}
-
 void normalize(const Normalization& p, const Execution& execution) {
   cpu::ContractExecutor executor(*execution.executor);
-  check_normalize(p);
-  check_normalizer(p.mean, p.rstd, p.x.sizes[1]);
   const SampleView from(p.x, p.mask);
   if (from.empty() || from.channels == 0) {
     return;
@@ -84,18 +67,9 @@ void update_running_statistics(const MutableTensorView& running_mean,
                                const double* var, std::int64_t channels, std::int64_t count,
                                double factor) {
   const cpu::FloatEnvironment environment;
-  check_channels(channels);
-  check_per_channel("running_mean", running_mean, channels, Device::kCpu);
-  check_per_channel("running_var", running_var, channels, Device::kCpu);
-  check_output("running_mean", running_mean);
-  check_output("running_var", running_var);
-  check_momentum(factor);
-  check_elements_over_ranks("count", count);
   if (count == 0) {
     return;
   }
-  check_array("mean", mean, running_mean.absent() ? 0 : channels);
-  check_array("var", var, running_var.absent() ? 0 : channels);
   if (!running_mean.absent()) {
     cpu::update_running(running_mean, mean, channels, factor, 1.0);
   }
@@ -104,25 +78,9 @@ void update_running_statistics(const MutableTensorView& running_mean,
   }
 }
 
-double cumulative_factor(double batches) {
-  const cpu::FloatEnvironment environment;
-  if (!(batches >= 0)) {
-    throw InvalidArgument("batches: got " + std::to_string(batches) +
-                          ", expected a number of at least 0");
-  }
-  // A compiler may move arithmetic alone past the change of the mode.
-  const volatile double before = batches;
-  const volatile double factor = 1.0 / (before + 1.0);
-  return factor;
-}
-
 void local_gradients(const GradientSums& p, std::int64_t* message, std::uint32_t fingerprint,
                      const Execution& execution) {
   cpu::ContractExecutor executor(*execution.executor);
-  check_gradient_inputs(p);
-  if (p.through.activation.kind != ActivationKind::kNone && p.through.activation_mask == nullptr) {
-    check_normalizer(p.mean, p.rstd, p.x.sizes[1]);
-  }
   write_message(p.x, p.mask, message, fingerprint,
                 [&](const SampleView& samples, std::int64_t* words) {
                   const PullbackArguments pullback(p.through, p.mean, p.rstd, samples.channels);
@@ -136,15 +94,7 @@ void finalize_gradients(const MessageInfo& info, const std::int64_t* words,
                         const ParameterGradients& p, std::int64_t count,
                         const Execution& execution) {
   cpu::ContractExecutor executor(*execution.executor);
-  check_channels(p.channels);
-  check_per_channel("weight", p.weight, p.channels, Device::kCpu);
-  check_affine(p.dweight, p.dbias, p.channels);
-  check_normalizer(p.mean, p.rstd, p.channels);
-  check_array("coefficients", p.coefficients, 3 * p.channels);
   const bool valid = usable(info) && info.count == count;
-  if (valid && count > 0) {
-    check_array("words", words, p.channels * words_per_channel(info.dtype));
-  }
   const cpu::Gradients to{valid ? count : 1, p.mean,    p.rstd,  p.weight,
                           p.coefficients,    p.dweight, p.dbias, p.channels};
   if (!valid || count == 0) {
@@ -159,10 +109,6 @@ void finalize_gradients(const MessageInfo& info, const std::int64_t* words,
 void affine_gradient_shares(const std::int64_t* words, DType dtype, const ParameterGradients& p,
                             const Execution& execution) {
   cpu::ContractExecutor executor(*execution.executor);
-  check_channels(p.channels);
-  check_affine(p.dweight, p.dbias, p.channels);
-  check_normalizer(p.mean, p.rstd, p.channels);
-  check_array("words", words, p.channels * words_per_channel(dtype));
   const cpu::Gradients to{1, p.mean, p.rstd, {}, nullptr, p.dweight, p.dbias, p.channels};
   cpu::for_each_channel(p.channels, executor, [&](std::int64_t begin, std::int64_t end) {
     cpu::finalize(dtype, words, begin, end, to);
@@ -171,13 +117,6 @@ void affine_gradient_shares(const std::int64_t* words, DType dtype, const Parame
 
 void input_gradient(const InputGradient& p, const Execution& execution) {
   cpu::ContractExecutor executor(*execution.executor);
-  check_samples("x", p.x);
-  check_mask(p.mask, p.x);
-  check_like("dy", p.dy, p.x);
-  check_through(p.through, p.x);
-  check_normalizer(p.mean, p.rstd, p.x.sizes[1]);
-  check_array("coefficients", p.coefficients, 3 * p.x.sizes[1]);
-  check_whole_output("dx", p.dx, p.x);
   const SampleView samples(p.x, p.mask);
   if (samples.empty() || samples.channels == 0) {
     return;
@@ -192,20 +131,6 @@ void input_gradient(const InputGradient& p, const Execution& execution) {
 
 void recover_input_on_cpu(const InputRecovery& p, const Execution& execution) {
   cpu::ContractExecutor executor(*execution.executor);
-  check_samples("y", p.y);
-  check_per_channel("weight", p.weight, p.y.sizes[1], p.y.device);
-  check_per_channel("bias", p.bias, p.y.sizes[1], p.y.device);
-  check_normalizer(p.mean, p.rstd, p.y.sizes[1]);
-  check_whole_output("x", p.x, p.y);
-  if (p.negative_slope == 0 || p.negative_slope - p.negative_slope != 0) {
-    throw InvalidArgument("negative_slope: got " + std::to_string(p.negative_slope) +
-                          ", expected a finite number other than 0");
-  }
-  const ActivationMaskLayout layout{SampleView(p.y)};
-  check_array("activation_mask", p.activation_mask, layout.bytes);
-  if (ActivationMaskLayout(SampleView(p.x)).by_rows != layout.by_rows) {
-    throw InvalidArgument("x: got strides of another order than y's, expected y's");
-  }
   const SampleView from(p.y);
   if (from.empty() || from.channels == 0) {
     return;
@@ -219,11 +144,6 @@ void evaluation_input_gradient_on_cpu(const TensorView& u, const MaskView& mask,
                                       const TensorView& weight, const MutableTensorView& dx,
                                       const Execution& execution) {
   cpu::ContractExecutor executor(*execution.executor);
-  check_samples("u", u);
-  check_mask(mask, u);
-  check_whole_output("dx", dx, u);
-  check_array("rstd", rstd, u.sizes[1]);
-  check_per_channel("weight", weight, u.sizes[1], u.device);
   const SampleView samples(u, mask);
   if (samples.empty() || samples.channels == 0) {
     return;

@@ -7,7 +7,7 @@
 #include "syncbn/step.hpp"
 #include "syncbn/tensor.hpp"
 
-// The passes of a step on the CPU: checks of their arguments, and one piece of work each.
+// The passes of a step on the CPU, one piece of work each. The doors have checked the arguments.
 // Per-channel arrays have C entries. docs/numerics.md fixes every bit.
 namespace syncbn {
 
@@ -102,8 +102,8 @@ void evaluation_input_gradient_on_cpu(const TensorView& u, const MaskView& mask,
                                       const TensorView& weight, const MutableTensorView& dx,
                                       const Execution& execution);
 
-/// Whole directions of one rank, which need no message: with the bits of the functions above. More
-/// than kMaxCount elements per channel are an InvalidArgument. pass.count: the forward's. CPU.
+/// Whole directions of one rank, which need no message: with the bits of the functions above.
+/// pass.count: the forward's. CPU.
 MessageInfo forward_of_one_rank(const ForwardPass& pass, const Execution& execution);
 MessageInfo backward_of_one_rank(const BackwardPass& pass, const Execution& execution);
 

@@ -8,24 +8,18 @@
 #include "statistics/header.hpp"
 #include "statistics/welford.hpp"
 #include "step/passes.hpp"
-#include "tensors/checks.hpp"
 #include "tensors/sample_view.hpp"
 
-// Argument checks of the welford mode's passes, and the merge of ranks.
+// The welford mode's passes, and the merge of ranks.
 namespace syncbn {
 
 std::int64_t welford_words(DType dtype, std::int64_t channels) {
-  check_dtype("dtype", dtype);
-  check_channels(channels);
   return 1 + channels * record_words(dtype);
 }
 
 void local_welford(const TensorView& x, const MaskView& mask, std::int64_t* message,
                    std::uint32_t fingerprint, const Execution& execution) {
   cpu::ContractExecutor executor(*execution.executor);
-  check_samples("x", x);
-  check_mask(mask, x);
-  check_array("message", message, kHeaderWords + welford_words(x.dtype, x.sizes[1]));
   const SampleView samples(x, mask);
   const std::int64_t count = samples.count();
   write_header(message, count, fingerprint, count == 0 ? 0 : dtype_flag(x.dtype));
@@ -41,13 +35,6 @@ void merge_welford(const MessageInfo& info, const std::int64_t* records, double*
                    double* rstd, std::int64_t channels, int ranks, std::int64_t stride,
                    double eps) {
   const cpu::FloatEnvironment environment;
-  check_eps(eps);
-  check_ranks(ranks);
-  check_channels(channels);
-  check_array("records", records, ranks);
-  check_array("mean", mean, channels);
-  check_array("var", var, channels);
-  check_array("rstd", rstd, channels);
   const std::int64_t of_channel = record_words(info.dtype);
   const double nan = std::numeric_limits<double>::quiet_NaN();
   for (std::int64_t c = 0; c < channels; ++c) {

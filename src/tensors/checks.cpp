@@ -264,13 +264,6 @@ void check_per_channel(const char* name, const TensorView& tensor, std::int64_t 
   }
 }
 
-void check_count(std::int64_t backward, std::int64_t forward) {
-  if (backward != forward) {
-    throw DivergenceError("backward: the ranks bring " + std::to_string(backward) +
-                          " elements per channel, forward had " + std::to_string(forward));
-  }
-}
-
 void check_eps(double eps, const char* name) {
   const cpu::FloatEnvironment environment;
   if (!(eps >= 0) || eps - eps != 0) {

@@ -110,9 +110,6 @@ void check_parameters(const Arguments& a) {
   }
 }
 
-/// Throws DivergenceError unless backward is of as many elements per channel as forward was.
-void check_count(std::int64_t backward, std::int64_t forward);
-
 void check_eps(double eps, const char* name = "eps");
 void check_activation(const Activation& activation);
 void check_statistics(Statistics statistics);

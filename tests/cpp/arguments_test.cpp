@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "bad_input.hpp"
-#include "step/passes.hpp"
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
 
@@ -216,21 +215,6 @@ TEST(Arguments, EvaluateBackward) {
                    [](A a) { a.running_mean = {}, a.running_var = {}; },
                    {"running_mean", "running_var", "none", "both"}}},
                  run);
-}
-
-TEST(Arguments, UpdateOfRunningStatistics) {
-  const std::vector<double> values = {1, 2, 3};
-  Tensor mean(DType::kFloat32, {3}, values);
-  const auto update = [&](const MutableTensorView& m, const MutableTensorView& v, double factor) {
-    return thrown_text<InvalidArgument>(
-        [&] { update_running_statistics(m, v, values.data(), values.data(), 3, 5, factor); });
-  };
-  const MutableTensorView two(mean.view().data, DType::kFloat32, {2});
-  EXPECT_TRUE(contains(update(two, {}, 0.5), "running_mean: got shape (2)"));
-  EXPECT_TRUE(contains(update(mean.view(), two, 0.5), "running_var: got shape (2)"));
-  EXPECT_TRUE(contains(update(mean.view(), {}, 1.5), "1.5"));
-  EXPECT_TRUE(contains(update(mean.view(), {}, kNan), "nan"));
-  EXPECT_EQ(mean.values(), values);
 }
 
 }  // namespace

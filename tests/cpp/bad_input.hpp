@@ -10,10 +10,10 @@
 #include <utility>
 #include <vector>
 
-#include "step/passes.hpp"
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
 #include "syncbn/batch_norm_op.hpp"
+#include "syncbn/step.hpp"
 
 // Tables of calls that are refused: each with a text that names the argument, what was given and
 // what is allowed.
@@ -37,7 +37,7 @@ class Sized final : public Communicator {
   int size_;
 };
 
-/// Memory for a step and for every pass of it; cases spoil the views.
+/// Memory for a step and for every door of it; cases spoil the views.
 struct Arena {
   static Tensor samples(double first) {
     std::vector<double> values(24);
@@ -58,8 +58,7 @@ struct Arena {
   std::int64_t* counter = &tracked;
   std::vector<double> mean{1, 2, 3}, var{1, 1, 1}, rstd{1, 1, 1};
   std::vector<double> coefficients = std::vector<double>(9, 1);
-  std::vector<std::int64_t> message = std::vector<std::int64_t>(4 + 19 * 3, 0);
-  MessageInfo info{8, true, false, true, DType::kFloat32};
+  std::vector<std::int64_t> message = std::vector<std::int64_t>(kHeaderWords + 19 * 3, 0);
 
   TensorView x = std::as_const(x_memory).view(), dy = std::as_const(dy_memory).view();
   TensorView residual, weight = std::as_const(weight_memory).view(), bias = weight;
@@ -137,9 +136,6 @@ struct Arena {
     batch_norm_op_backward({dy, x, weight, dx, dweight, dbias}, statistics, attributes,
                            self_communicator(), executor);
   }
-  void finalize(const std::int64_t* words, double* variance, std::int64_t channels = kChannels) {
-    finalize_moments(info, words, mean.data(), variance, rstd.data(), channels, 1e-5, executor);
-  }
   /// A forward of x, without another trace.
   Saved trained() {
     Tensor out = x_memory;
@@ -161,7 +157,7 @@ struct Arena {
     running_mean = mean_memory.view(), running_var = var_memory.view();
     options = fresh.options, attributes = {}, affine = fresh.affine;
     saved = trained();
-    statistics = fresh.statistics, info = fresh.info;
+    statistics = fresh.statistics;
     saved_batches = counter = &tracked, batches = fresh.batches, tracked = fresh.tracked;
   }
   std::vector<std::vector<double>> values() const {
@@ -184,6 +180,28 @@ struct Case {
 };
 
 using A = Arena&;
+
+inline ForwardStep forward_step(A a) {
+  return {.pass = {.x = a.x,
+                   .y = a.y,
+                   .mean = a.mean.data(),
+                   .var = a.var.data(),
+                   .rstd = a.rstd.data()},
+          .running = {.mean = a.running_mean, .var = a.running_var},
+          .info = a.message.data()};
+}
+inline BackwardStep backward_step(A a) {
+  return {.pass = {.dy = a.dy,
+                   .x = a.x,
+                   .mean = a.mean.data(),
+                   .rstd = a.rstd.data(),
+                   .dx = a.dx,
+                   .dweight = a.dweight,
+                   .dbias = a.dbias},
+          .info = a.message.data(),
+          .coefficients = a.coefficients.data()};
+}
+inline Merged merged(A a) { return {a.message.data(), a.message.data() + kHeaderWords}; }
 
 /// All entries along an axis in one place.
 template <class View>

@@ -125,28 +125,6 @@ TEST(Numbers, OfAPlaceMayChangeWithAReset) {
                        "rank 1 of 2: the ranks did not make the same call"));
 }
 
-ForwardStep forward_step(A a) {
-  return {.pass = {.x = a.x,
-                   .y = a.y,
-                   .mean = a.mean.data(),
-                   .var = a.var.data(),
-                   .rstd = a.rstd.data()},
-          .running = {.mean = a.running_mean, .var = a.running_var},
-          .info = a.message.data()};
-}
-BackwardStep backward_step(A a) {
-  return {.pass = {.dy = a.dy,
-                   .x = a.x,
-                   .mean = a.mean.data(),
-                   .rstd = a.rstd.data(),
-                   .dx = a.dx,
-                   .dweight = a.dweight,
-                   .dbias = a.dbias},
-          .info = a.message.data(),
-          .coefficients = a.coefficients.data()};
-}
-Merged merged(A a) { return {a.message.data(), a.message.data() + kHeaderWords}; }
-
 using Steps = std::vector<std::pair<const char*, std::function<void(A)>>>;
 
 /// Every door with a step that `change` spoiled.

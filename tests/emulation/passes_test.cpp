@@ -127,22 +127,6 @@ TEST(CudaPasses, RunningStatisticsExact) {
       EXPECT_TRUE(same_bits(rstd[c], 1.0 / std::sqrt(expected.var.values()[c] + kEps)));
     }
   }
-  Words words(kInfoWords, -9);
-  Doubles values(3);
-  const Words message(size(message_words(DType::kFloat32, 3)));
-  const auto refused = [&](Running running, std::optional<double> momentum) {
-    running.momentum = momentum;
-    return thrown_text<InvalidArgument>([&] {
-      cuda::finalize_moments(message.data(), DType::kFloat32, 1, values.data(), values.data(),
-                             values.data(), words.data(), 3, kEps, running, {});
-    });
-  };
-  Tensor wrong(DType::kFloat32, {2});
-  Tensor right(DType::kFloat32, {3});
-  EXPECT_TRUE(contains(refused({on_cuda(wrong.view()), {}}, 0.1), "running_mean: got "));
-  EXPECT_TRUE(contains(refused({on_cuda(right.view()), {}}, 2.0), "momentum: got 2"));
-  EXPECT_TRUE(contains(refused({on_cuda(right.view()), {}}, std::nullopt), "momentum: got none"));
-  EXPECT_EQ(words, Words(kInfoWords, -9)) << "nothing was enqueued";
 }
 
 /// 2^31 additions to a slot would overflow it: partials are gathered before, and here are many.
@@ -159,47 +143,59 @@ TEST(CudaPasses, ManyPartialsExact) {
   }
 }
 
+/// At the doors, which check for both devices; how many axes a kernel takes its launcher says.
 TEST(CudaPasses, WrongArgumentsChangeNothing) {
-  Tensor x(DType::kFloat32, {2, 3}, Doubles(6, 1.0));
-  Words message(size(message_words(DType::kFloat32, 3)), -1);
+  Tensor x(DType::kFloat32, {2, 3}, Doubles(6, 1.0)), wrong(DType::kFloat32, {2});
+  Words message(size(message_words(DType::kFloat32, 3)), 0), info(kInfoWords, -9);
   const Words untouched = message;
   Words workspace(size(cuda::workspace_words(DType::kFloat32, 3)), 0);
-  const auto moments = [&](const TensorView& view) {
-    return thrown_text<InvalidArgument>(
-        [&] { cuda::local_moments(view, {}, {}, message.data(), workspace.data(), {}); });
+  Doubles values(9, 5.0);
+  const ForwardStep good{.pass = {.x = on_cuda(x.view()),
+                                  .y = on_cuda(x.view()),
+                                  .mean = values.data(),
+                                  .var = values.data(),
+                                  .rstd = values.data()},
+                         .info = info.data(),
+                         .workspace = workspace.data()};
+  const Merged merged{message.data(), message.data() + kHeaderWords};
+  const auto begin = [&](const TensorView& view) {
+    ForwardStep step = good;
+    step.pass.x = view;
+    return thrown_text<InvalidArgument>([&] { forward_begin(step, message.data(), {}); });
   };
-  EXPECT_TRUE(contains(moments(x.view()), "x: got a tensor on CPU, expected one on CUDA"));
   TensorView flat = on_cuda(x.view());
   flat.sizes = {6};
   flat.strides = {1};
-  EXPECT_TRUE(contains(moments(flat), "2 to 12 axes"));
+  EXPECT_TRUE(contains(begin(flat), "2 to 12 axes"));
   TensorView scattered = on_cuda(x.view());  // ten axes of which no two can be merged
   scattered.sizes = std::vector<std::int64_t>(12, 2);
   scattered.strides = {};
   for (std::int64_t stride = 1; scattered.strides.size() < 12; stride = 3 * stride + 1) {
     scattered.strides.push_back(stride);
   }
-  EXPECT_TRUE(contains(moments(scattered), "expected at most 8 on CUDA"));
+  EXPECT_TRUE(contains(begin(scattered), "expected at most 8 on CUDA"));
+  const auto finish = [&](const auto& change) {
+    ForwardStep step = good;
+    change(step);
+    return thrown_text<InvalidArgument>([&] { forward_finish(step, merged, {}); });
+  };
+  EXPECT_TRUE(contains(finish([&](auto& s) { s.running.mean = on_cuda(wrong.view()); }),
+                       "running_mean: got shape (2)"));
+  EXPECT_TRUE(contains(finish([&](auto& s) { s.pass.y.dtype = DType::kFloat64; }),
+                       "y: got float64, expected the dtype of x, float32"));
+  EXPECT_TRUE(contains(finish([&](auto& s) { s.pass.var = nullptr; }), "var: got a null pointer"));
+  const BackwardStep backward{.pass = {.dy = x.view(),
+                                       .x = good.pass.x,
+                                       .mean = values.data(),
+                                       .rstd = values.data(),
+                                       .dx = good.pass.y},
+                              .coefficients = values.data()};
+  EXPECT_TRUE(contains(
+      thrown_text<InvalidArgument>([&] { backward_finish(backward, nullptr, merged, {}); }),
+      "dy: got a tensor on CPU, expected the device of x, CUDA"));
   EXPECT_EQ(message, untouched);
-  const Tensor y(DType::kFloat64, {2, 3}, Doubles(6, 1.0));
-  const Doubles zeros(9);
-  EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] {
-                         cuda::input_gradient({on_cuda(y.view()),
-                                               on_cuda(x.view()),
-                                               {},
-                                               zeros.data(),
-                                               zeros.data(),
-                                               zeros.data(),
-                                               {},
-                                               on_cuda(x.view())},
-                                              {});
-                       }),
-                       "dy: got float64, expected the dtype of x, float32"));
-  EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] {
-                         cuda::finalize_moments(message.data(), DType::kFloat32, 0, nullptr,
-                                                nullptr, nullptr, nullptr, 3, kEps, {}, {});
-                       }),
-                       "ranks: got 0"));
+  EXPECT_EQ(info, Words(kInfoWords, -9));
+  EXPECT_EQ(values, Doubles(9, 5.0));
   EXPECT_EQ(x.values(), Doubles(6, 1.0));
 }
 

@@ -13,7 +13,7 @@
 #include "syncbn/c_api.h"
 
 // Tensors of the C interface from a fuzzer's bytes, and the rules that syncbn/c_api.h and
-// syncbn/passes.hpp state for them, written a second time. Where a call must be refused all memory
+// syncbn/step.hpp state for them, written a second time. Where a call must be refused all memory
 // is such that an access ends the program; where it must be accepted, memory is as large as needed
 // and not a byte larger.
 namespace syncbn::fuzz {

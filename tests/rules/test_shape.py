@@ -77,6 +77,22 @@ def test_groups_fail_in_one_of_two_ways():
     assert framed < PROTOCOLS["frame"]
 
 
+def test_arguments_are_checked_at_the_doors():
+    """Once, for both devices, before anything is written. What a message says is checked where it
+    is read; how many axes a kernel takes only its launcher knows."""
+    doors = {f"src/step/{name}" for name in ("step.cpp", "door_checks.hpp", "message.cpp")}
+    elsewhere = {"check_header", "check_count", "check_on_cpu", "check_call"}
+    found = {
+        path: names
+        for path, text in sources("src/step", "src/cuda").items()
+        if path not in doors
+        and (names := set(re.findall(r"\b(?:check_\w+|refuse)(?=\()", text)) - elsewhere)
+    }
+    refusals = {p: t.count("throw InvalidArgument") for p, t in sources("src/cuda").items()}
+    refusals = {path: n for path, n in refusals.items() if n}
+    assert (found, refusals) == ({}, {"src/cuda/launch.cuh": 1})
+
+
 def schemas() -> dict[str, list[str]]:
     """The arguments of each operator in C++."""
     found = {}
