@@ -14,8 +14,6 @@ typedef struct outcome {
   group* group;
   change_call* change;
   step_memory ranks[RANKS];
-  int64_t count[RANKS];
-  double mean[RANKS][CHANNELS];
   syncbn_status status[RANKS];
   char text[RANKS][400];
   char layer[RANKS][20];
@@ -44,18 +42,10 @@ static void forward_of_rank(void* context, int rank) {
   snprintf(o->text[rank], sizeof(o->text[rank]), "%s", syncbn_last_error());
   snprintf(o->layer[rank], sizeof(o->layer[rank]), "%s", syncbn_last_error_layer());
   o->odd[rank] = only_rank();
-  o->count[rank] = syncbn_saved_count(x.saved);
-  if (o->count[rank] > 0) {
-    memcpy(o->mean[rank], syncbn_saved_mean(x.saved), sizeof(o->mean[rank]));
-  }
   o->ranks[rank] = x.m;
   destroy_fixture(&x);
 }
 
-static void to_welford(fixture* x, int rank) {
-  (void)rank;
-  x->options.statistics = SYNCBN_STATISTICS_WELFORD;
-}
 static void to_names(fixture* x, int rank) { x->options.name = rank == 1 ? "head" : "stem"; }
 static void to_bad_y(fixture* x, int rank) {
   if (rank == 1) {
@@ -85,20 +75,6 @@ static outcome* run_outcome(change_call* change) {
   run_ranks(forward_of_rank, o);
   group_destroy(o->group);
   return o;
-}
-
-static void welford_is_the_same_on_all_ranks(void) {
-  outcome* o = run_outcome(to_welford);
-  for (int r = 0; r < RANKS; ++r) {
-    EXPECT(o->status[r] == SYNCBN_STATUS_OK);
-    EXPECT(memcmp(o->mean[r], o->mean[0], sizeof(o->mean[0])) == 0);
-    int64_t counted = 0;
-    for (int i = 0; i < SAMPLES * PLANE; ++i) {
-      counted += o->ranks[r].mask[i];
-    }
-    EXPECT(o->count[r] == RANKS * counted);
-  }
-  free(o);
 }
 
 /* torch.nn.SyncBatchNorm mixes such ranks' statistics without a word, or hangs. */
@@ -412,7 +388,6 @@ static void what_has_nothing_to_return_takes_null(void) {
 }
 
 void test_errors(void) {
-  welford_is_the_same_on_all_ranks();
   different_calls_are_an_error_on_every_rank();
   a_refused_argument_reaches_the_other_rank();
   sizes_of_structs();

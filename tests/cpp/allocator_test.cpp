@@ -142,6 +142,7 @@ TEST(Layer, ThatIsRefusedIsToldToTheOtherRanks) {
                 {},
                 "options.name: got none, expected this layer's own name, the same on all ranks "
                 "(there are 3 ranks)"},
+               {{.name = "layer"}, {}, "channels: got none, expected 0 to 2^31"},
                {{.channels = -3, .name = "layer"}, {}, "channels: got -3"},
                {{.channels = 3, .name = "layer", .eps = -1}, {}, "eps: got -1"},
                {{.channels = 3, .name = "layer", .momentum = 2}, {}, "momentum: got 2"},

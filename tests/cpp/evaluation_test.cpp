@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "placed_rank.hpp"
+#include "properties.hpp"
 #include "support.hpp"
 #include "syncbn/batch_norm.hpp"
 
@@ -61,16 +63,22 @@ double normalized(const Data& d, std::int64_t i, double weight, double bias) {
 
 TEST(Evaluation, ForwardExact) {
   Random random(100);
+  std::vector<std::uint8_t> kept(4 * kPlane);
+  for (std::uint8_t& byte : kept) {
+    byte = random.one_in(3) ? 0 : 1;
+  }
   for (const DType dtype : kDtypes) {
     for (const DType buffers : kDtypes) {
       const Data d(random, dtype, buffers == DType::kFloat64 ? DType::kBFloat16 : DType::kFloat32,
                    buffers);
-      std::vector<double> expected;
+      std::vector<double> expected, masked;
       std::vector<double> without_parameters;
       for (std::int64_t i = 0; i < d.x.numel(); ++i) {
         const std::int64_t c = d.channel(i);
         expected.push_back(normalized(d, i, d.weight.get(c), d.bias.get(c)));
         without_parameters.push_back(normalized(d, i, 1.0, 0.0));
+        const std::int64_t element = i / (kChannels * kPlane) * kPlane + i % kPlane;
+        masked.push_back(kept[static_cast<std::size_t>(element)] != 0 ? expected.back() : 0.0);
       }
       for (const std::string& level : available_levels()) {
         const LevelScope scope(level);
@@ -86,6 +94,14 @@ TEST(Evaluation, ForwardExact) {
                               .running_var = d.var.view(),
                               .y = y.view()});
           EXPECT_TRUE(same_bits(y.values(), expected));
+          d.layer().evaluate({.x = x.view(),
+                              .mask = {kept, {4, 3, 7}},
+                              .weight = d.weight.view(),
+                              .bias = d.bias.view(),
+                              .running_mean = d.mean.view(),
+                              .running_var = d.var.view(),
+                              .y = y.view()});
+          EXPECT_TRUE(same_bits(y.values(), masked));
           d.layer().evaluate({.x = x.view(),
                               .running_mean = d.mean.view(),
                               .running_var = d.var.view(),
@@ -179,6 +195,32 @@ TEST(Evaluation, ParameterGradientsExact) {
         EXPECT_EQ(dweight.get(c), d.rstd(c) * std::fma(-d.mean.get(c), a[k], b[k]));
         EXPECT_EQ(dbias.get(c), round_to(DType::kFloat32, a[k]));
       }
+    }
+  }
+}
+
+// In evaluation u = dy through the activation, dx = weight * rstd * u; running statistics 0 and 1.
+TEST(Evaluation, ActivationByHandExact) {
+  using Doubles = std::vector<double>;
+  Random random(90);
+  for (const DType dtype : kDtypes) {
+    for (const bool with_residual : {false, true}) {
+      Step step(random, dtype, {1, 2, 2});
+      step.x = {-1, 1, -2, 4};
+      step.dy = {1, 2, 4, 8};
+      step.residual = with_residual ? Doubles{4, -4, 0, 0} : Doubles();
+      step.keep = with_residual;
+      step.weight.values = {2, 0.5};
+      step.bias.present = false;
+      step.running_mean.values = {0, 0};
+      step.running_var.values = {1, 1};
+      step.options.eps = 0;
+      step.options.activation = {ActivationKind::kRelu};
+      const Outcome out = evaluate(step);
+      EXPECT_EQ(out.y, with_residual ? (Doubles{2, 0, 0, 2}) : (Doubles{0, 2, 0, 2}));
+      EXPECT_EQ(out.dx, with_residual ? (Doubles{2, 0, 0, 4}) : (Doubles{0, 4, 0, 4}));
+      EXPECT_EQ(out.ranks[0].dweight, with_residual ? (Doubles{-1, 32}) : (Doubles{2, 32}));
+      EXPECT_EQ(out.u, with_residual ? (Doubles{1, 0, 0, 8}) : Doubles());
     }
   }
 }

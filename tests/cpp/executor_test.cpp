@@ -126,15 +126,6 @@ TEST(ThreadPool, AllOtherRangesAreDoneWhenOneThrows) {
   }
 }
 
-TEST(ThreadPool, StartsAndStopsOften) {
-  for (int round = 0; round < 200; ++round) {
-    ThreadPool pool(1 + round % 4);
-    if (round % 2 == 0) {
-      expect_cover(ranges_of(pool, 0, 7, 1), 0, 7, pool);
-    }
-  }
-}
-
 /// What a forked child ends with: its exit code, or -1 if it hangs or is ended by a signal.
 template <class Body>
 int exit_of_child(const Body& body) {

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <limits>
 #include <set>
-#include <string>
 #include <vector>
 
 #include "step/passes.hpp"
@@ -30,18 +29,6 @@ struct Message {
     }
   }
 };
-
-TEST(Header, Sizes) {
-  EXPECT_EQ(words_per_channel(DType::kFloat16), 6);
-  EXPECT_EQ(words_per_channel(DType::kBFloat16), 19);
-  EXPECT_EQ(words_per_channel(DType::kFloat32), 19);
-  EXPECT_EQ(words_per_channel(DType::kFloat64), 83);
-  EXPECT_EQ(message_words(DType::kFloat32, 64), 8 + 64 * 19);
-  EXPECT_EQ(message_words(DType::kFloat64, 0), 8);
-  EXPECT_EQ(kMaxRanks, 2048);
-  EXPECT_EQ(kMaxCount, std::int64_t{1} << 36);
-  EXPECT_EQ(kMaxChannels, std::int64_t{1} << 31);
-}
 
 TEST(Fingerprint, TwentyBitsThatDependOnEveryInput) {
   const auto of = [](std::uint64_t layer, std::uint64_t call, Direction direction,
@@ -109,16 +96,6 @@ TEST(Header, RanksAgreeExactlyWhenAllFingerprintsAreEqual) {
   }
 }
 
-TEST(Header, AllDifferentOrHalfDifferent) {
-  Message all, half;
-  for (std::uint32_t r = 0; r < 2048; ++r) {
-    all.add(1, kLargest - r, dtype_flag(DType::kFloat16));
-    half.add(1, r % 2 == 0 ? 0 : kLargest, dtype_flag(DType::kFloat16));
-  }
-  EXPECT_FALSE(read_header(all.words, 2048).agree);
-  EXPECT_FALSE(read_header(half.words, 2048).agree);
-}
-
 TEST(Header, DtypesOfRanksWithSamplesMustBeEqual) {
   for (const DType a : kDtypes) {
     for (const DType b : kDtypes) {
@@ -135,25 +112,6 @@ TEST(Header, DtypesOfRanksWithSamplesMustBeEqual) {
       }
     }
   }
-}
-
-TEST(Header, EmptyRanksHaveNoDtype) {
-  for (const DType dtype : kDtypes) {
-    Message message;
-    message.add(0, 77, 0);
-    message.add(9, 77, dtype_flag(dtype));
-    message.add(0, 77, 0);
-    const MessageInfo info = read_header(message.words, 3);
-    EXPECT_TRUE(info.agree);
-    EXPECT_TRUE(info.any_data);
-    EXPECT_EQ(info.dtype, dtype);
-    EXPECT_EQ(info.count, 9);
-  }
-  Message nobody;
-  nobody.add(0, 77, 0);
-  nobody.add(0, 77, 0);
-  EXPECT_FALSE(read_header(nobody.words, 2).any_data);
-  EXPECT_TRUE(read_header(nobody.words, 2).agree);
 }
 
 TEST(Header, RejectionReachesEveryone) {
@@ -189,58 +147,6 @@ TEST(Header, WordsMayBeAny) {
   double mean = 0, var = 0, rstd = 0;
   finalize_moments(info, sums.data(), &mean, &var, &rstd, 1, 1e-5, serial_executor());
   EXPECT_TRUE(std::isnan(mean) && std::isnan(var) && std::isnan(rstd));
-}
-
-TEST(Header, LimitsAreNamed) {
-  Message message;
-  message.add((kMaxCount - 1) / 2, 77, dtype_flag(DType::kFloat32));
-  message.add(kMaxCount / 2 + 1, 77, dtype_flag(DType::kFloat32));
-  EXPECT_EQ(read_header(message.words, 2).count, kMaxCount);
-  EXPECT_NO_THROW(check_header(read_header(message.words, 2)));
-  message.words[0] += 1;
-  const std::string text =
-      thrown_text<InvalidArgument>([&] { check_header(read_header(message.words, 2)); });
-  EXPECT_TRUE(contains(text, "68719476737"));
-  EXPECT_TRUE(contains(text, "2^36"));
-  for (const int ranks : {0, -1, 2049}) {
-    const std::string refused =
-        thrown_text<InvalidArgument>([&] { read_header(message.words, ranks); });
-    EXPECT_TRUE(contains(refused, "ranks"));
-    EXPECT_TRUE(contains(refused, std::to_string(ranks)));
-    EXPECT_TRUE(contains(refused, "1 to 2048"));
-  }
-}
-
-// For callers that cannot throw (a CUDA stream): disagreement turns into NaN in every channel.
-TEST(Header, DisagreementGivesNan) {
-  Message message;
-  message.add(5, 77, dtype_flag(DType::kFloat16));
-  message.add(5, 78, dtype_flag(DType::kFloat16));
-  const MessageInfo info = read_header(message.words, 2);
-  const std::vector<std::int64_t> words(12);
-  double mean[2] = {}, var[2] = {}, rstd[2] = {}, coefficients[6] = {};
-  float dweight[2] = {};
-  const MutableTensorView gradient(dweight, DType::kFloat32, {2});
-  finalize_moments(info, words.data(), mean, var, rstd, 2, 1e-5, serial_executor());
-  finalize_gradients(info, words.data(), {mean, rstd, {}, coefficients, gradient, {}, 2}, 10,
-                     serial_executor());
-  EXPECT_TRUE(std::isnan(dweight[0]) && std::isnan(dweight[1]));
-  for (const double v : {mean[0], mean[1], var[0], var[1], rstd[0], rstd[1], coefficients[0],
-                         coefficients[3], coefficients[5]}) {
-    EXPECT_TRUE(std::isnan(v));
-  }
-  MessageInfo other_count = info;
-  other_count.agree = true;
-  finalize_moments(other_count, words.data(), mean, var, rstd, 2, 0.25, serial_executor());
-  EXPECT_EQ(mean[1], 0.0);
-  finalize_gradients(other_count, words.data(), {mean, rstd, {}, coefficients, gradient, {}, 2}, 10,
-                     serial_executor());
-  EXPECT_EQ(coefficients[0], 2.0);  // w = rstd = 1 / sqrt(eps)
-  EXPECT_EQ(dweight[0], 0.0f);
-  finalize_gradients(other_count, words.data(), {mean, rstd, {}, coefficients, gradient, {}, 2}, 11,
-                     serial_executor());
-  EXPECT_TRUE(std::isnan(coefficients[0]));
-  EXPECT_TRUE(std::isnan(dweight[1]));
 }
 
 TEST(Doors, FinishWritesAllThatBackwardNeedsOfTheForward) {

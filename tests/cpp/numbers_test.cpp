@@ -336,42 +336,5 @@ const std::vector<Case> kCases = {
 
 TEST(Numbers, OfOtherFunctionsAreRefusedExact) { expect_refused(kCases); }
 
-/// The other rank hears of what is found only where the layer is made.
-TEST(Numbers, OfForgottenChannelsReachTheOtherRank) {
-  ThreadGroup group(2, std::chrono::seconds(20));
-  expect_no_errors(run_ranks(2, [&](int r) {
-    SmallStep step({2, 3, 4});
-    Saved saved;
-    expect_told(r == 1, "bn: channels: got none, expected 0 to 2^31", [&] {
-      BatchNorm::Options options{.channels = 3, .name = "bn"};
-      if (r == 1) {
-        options = {.name = "bn"};
-      }
-      BatchNorm layer(options, group.rank(r));
-      step.forward(layer, saved);
-    });
-  }));
-}
-
-class Waits : public ::testing::TestWithParam<GroupKind> {};
-INSTANTIATE_TEST_SUITE_P(, Waits, ::testing::Values(GroupKind::kThreads, GroupKind::kSharedMemory),
-                         [](const auto& test) { return name(test.param); });
-
-TEST_P(Waits, OfOtherNumbersAreRefused) {
-  const auto group = make_group(GetParam(), 2, std::chrono::seconds(20));
-  SumInParts& sum = *group->rank(0).parts();
-  std::vector<std::int64_t> words(3);
-  sum.open(words, words);
-  constexpr auto kNow = std::chrono::milliseconds(0);
-  for (const std::size_t wrong : {std::size_t{4}, std::size_t{1} << 61, ~std::size_t{0}}) {
-    EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] { sum.wait(wrong, kNow); }),
-                         "wait: got " + std::to_string(wrong) + " words, expected 0 to 3"));
-  }
-  for (const auto slice : {std::chrono::milliseconds(-1), std::chrono::milliseconds::max()}) {
-    EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] { sum.wait(1, slice); }),
-                         "slice: got " + std::to_string(slice.count()) + " ms, expected 0 ms to"));
-  }
-}
-
 }  // namespace
 }  // namespace syncbn::testing

@@ -6,13 +6,10 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
-#include <functional>
-#include <limits>
 #include <string>
 #include <vector>
 
 #include "cpu/finalize.hpp"
-#include "syncbn/error.hpp"
 
 // A group of one rank needs no message: its functions have the bits of those with one.
 namespace syncbn::testing {
@@ -82,35 +79,6 @@ TEST_F(OneRankDirections, OfLargeTensorsHaveTheBitsOfMessagesExact) {
     }
     SCOPED_TRACE(std::string(name(one.dtype)) + " channels " + std::to_string(one.sizes[1]));
     compare(layer, false);
-  }
-}
-
-// One kind of data for each: windows that hold all of it, and vectors that are certain of their
-// rounding. Limbs of constants grow with the number of partials, beyond 2^53.
-TEST_F(OneRankDirections, OfPlainDataHaveTheBitsOfMessagesExact) {
-  Random random(2);
-  const std::function<double()> kinds[] = {
-      [&] { return random.signed_unit(); },
-      [&] { return 1e4 + random.signed_unit(); },
-      [] { return -0.3; },
-      [] { return 0.0; },
-      [&] { return std::ldexp(random.signed_unit(), -140); },
-      [&] { return std::ldexp(random.signed_unit(), 120); },
-  };
-  for (const DType dtype : {DType::kFloat16, DType::kBFloat16, DType::kFloat32}) {
-    for (const auto& sizes : {std::vector<std::int64_t>{3000, 9}, {40, 5, 700}, {20000, 4}}) {
-      for (const auto& kind : kinds) {
-        OneRank layer(random, dtype, sizes, Memory::kPlanes, 0);
-        for (Tensor* tensor : {&layer.x, &layer.dy}) {
-          std::vector<double> values(static_cast<std::size_t>(tensor->numel()));
-          for (double& value : values) {
-            value = round_to(dtype, kind());
-          }
-          tensor->fill(values);
-        }
-        compare(layer);
-      }
-    }
   }
 }
 
@@ -192,14 +160,6 @@ TEST_F(OneRankDirections, OfNothingAreZerosExact) {
   std::fill(masked.mask.begin(), masked.mask.end(), 0);
   masked.keep = true;
   compare(masked);
-}
-
-TEST_F(OneRankDirections, OfAnotherCountThanForwardAreRefused) {
-  Random random(4);
-  OneRank layer(random, DType::kFloat32, {4, 5, 6}, Memory::kPlanes, 0);
-  layer.forward_alone(serial_executor());
-  layer.forward_info.count = 23;
-  EXPECT_THROW(layer.backward_alone(serial_executor()), DivergenceError);
 }
 
 }  // namespace

@@ -155,11 +155,14 @@ struct Step {
   }
 
  private:
-  /// Planes of 1 to 1100 elements in up to 4 axes, 1 to 70 channels or many, at most 4,000
+  /// Planes of 1 to 1537 elements in up to 4 axes, 1 to 70 channels or many, at most 4,000
   /// elements, sometimes none.
   void choose_sizes(Random& random) {
     const bool wide = random.one_in(50);
-    const std::vector<std::int64_t> planes = {1, 1, 15, 16, 17, 49, 196, 511, 512, 513, 1100};
+    // Around what kernels take at a time: vectors, blocks of rows, segments.
+    const std::vector<std::int64_t> planes = {1,   1,   15,  16,  17,   31,   33,   48,  49,  63,
+                                              64,  65,  79,  81,  127,  128,  129,  145, 196, 511,
+                                              512, 513, 575, 577, 1024, 1025, 1100, 1537};
     std::int64_t left = wide               ? random.between(1, 2)
                         : random.one_in(2) ? random.between(1, 40)
                                            : random.pick(planes);

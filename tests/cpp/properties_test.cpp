@@ -182,5 +182,18 @@ TEST_F(Properties, EvaluationHasTheBitsOfPlainLoopsExact) {
       2);
 }
 
+TEST(Levels, NamesAndChoice) {
+  const std::string before = cpu_instruction_set();
+  EXPECT_FALSE(force_cpu_instruction_set("sse9"));
+  EXPECT_EQ(cpu_instruction_set(), before);
+  EXPECT_EQ(available_levels().front(), "reference");
+  EXPECT_EQ(available_levels().back(), before) << "the best one is the default";
+  for (const std::string& level : available_levels()) {
+    const LevelScope scope(level);
+    EXPECT_EQ(cpu_instruction_set(), level);
+  }
+  EXPECT_EQ(cpu_instruction_set(), before);
+}
+
 }  // namespace
 }  // namespace syncbn::testing

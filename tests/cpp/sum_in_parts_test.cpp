@@ -133,6 +133,14 @@ TEST_P(Parts, MisuseIsAnError) {
                        "publish: got 9 words, expected 0 to 8"));
   EXPECT_TRUE(contains(thrown_text<Error>([&] { of(0).wait(4, kLong); }),
                        "wait: got 32 bytes, expected those published, 0"));
+  for (const std::size_t wrong : {std::size_t{9}, std::size_t{1} << 61, ~std::size_t{0}}) {
+    EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] { of(0).wait(wrong, kLook); }),
+                         "wait: got " + std::to_string(wrong) + " words, expected 0 to 8"));
+  }
+  for (const auto slice : {milliseconds(-1), milliseconds::max()}) {
+    EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] { of(0).wait(1, slice); }),
+                         "slice: got " + std::to_string(slice.count()) + " ms, expected 0 ms to"));
+  }
 }
 
 TEST_P(Parts, AWaitKeepsItsSliceAndTheTimeLimit) {

@@ -36,23 +36,6 @@ TEST(Extents, AreMadeOfListsAndRanges) {
   EXPECT_NE(Extents({1}), Extents({2}));
 }
 
-TEST(Extents, KnowOfMoreAxesThanTheyKeep) {
-  const std::vector<std::int64_t> most(kMaxDims, 2);
-  std::vector<std::int64_t> more = most;
-  more.push_back(3);
-  Extents extents(more);
-  EXPECT_EQ(extents.size(), 13U);
-  EXPECT_EQ(values_of(extents), most);
-  EXPECT_NE(extents, Extents(most));
-  const Extents copy = extents;
-  EXPECT_EQ(copy, extents);
-  extents = Extents{1};
-  EXPECT_EQ(values_of(extents), std::vector<std::int64_t>{1});
-  const TensorView view(nullptr, DType::kFloat32, more);
-  EXPECT_TRUE(contains(thrown_text<InvalidArgument>([&] { activation_mask_bytes(view); }),
-                       "x: got 13 axes"));
-}
-
 // Views go by value, a forward's seven of them.
 static_assert(sizeof(TensorView) <= 248 && sizeof(MaskView) <= 136);
 static_assert(sizeof(BatchNorm::Forward) <= 2000);

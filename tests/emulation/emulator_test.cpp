@@ -3,7 +3,6 @@
 
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <numeric>
 #include <string>
@@ -71,39 +70,6 @@ void butterfly(std::int64_t* sums, std::int64_t* leaders, bool* found) {
   found[i] = any(i == 40);
 }
 
-TEST_P(Emulator, ShufflesAndVotesExact) {
-  std::vector<std::int64_t> sums(128);
-  std::vector<std::int64_t> leaders(128);
-  bool found[128];
-  ASSERT_EQ(error_of(&butterfly, 2, 64, 0, sums.data(), leaders.data(), &found[0]), "");
-  for (std::int64_t i = 0; i < 128; ++i) {
-    const std::int64_t first = i / 32 * 32;
-    EXPECT_EQ(sums[static_cast<std::size_t>(i)], 32 * first + 31 * 16);
-    EXPECT_EQ(leaders[static_cast<std::size_t>(i)], first + 7);
-    EXPECT_EQ(found[i], first == 32);
-  }
-}
-
-void take_tickets(std::int64_t* counter, std::int64_t* bits, std::int64_t* tickets) {
-  const unsigned i = block_index() * block_size() + thread_index();
-  tickets[i] = atomic_add(counter, 1);
-  atomic_or(bits, std::int64_t{1} << (i % 60));
-}
-
-TEST_P(Emulator, AtomicsExact) {
-  std::int64_t counter = 5;
-  std::int64_t bits = 0;
-  std::vector<std::int64_t> tickets(7 * 40);
-  ASSERT_EQ(error_of(&take_tickets, 7, 40, 0, &counter, &bits, tickets.data()), "");
-  EXPECT_EQ(counter, 5 + 7 * 40);
-  EXPECT_EQ(bits, (std::int64_t{1} << 60) - 1);
-  EXPECT_FALSE(std::is_sorted(tickets.begin(), tickets.end())) << "threads run in random order";
-  std::sort(tickets.begin(), tickets.end());
-  for (std::size_t i = 0; i < tickets.size(); ++i) {
-    EXPECT_EQ(tickets[i], static_cast<std::int64_t>(5 + i));
-  }
-}
-
 void leave_early(int* out) {
   if (thread_index() == 3) {
     return;
@@ -153,14 +119,6 @@ TEST_P(Emulator, WrongAddressesAreErrors) {
   EXPECT_EQ(error_of(&out_of_bounds, 1, 1, 40, 9u), "");
   EXPECT_TRUE(contains(error_of(&out_of_bounds, 1, 1, 40, 10u), "40 bytes of shared memory"));
   EXPECT_TRUE(contains(error_of(&out_of_bounds, 0, 1, 40, 0u), "a launch of 0 blocks"));
-}
-
-void count_uninitialized(std::int64_t* out) { *out = shared<std::int64_t>()[0]; }
-
-TEST_P(Emulator, SharedMemoryBeginsAsRubbish) {
-  std::int64_t out = 0;
-  ASSERT_EQ(error_of(&count_uninitialized, 1, 1, 8, &out), "");
-  EXPECT_EQ(out, -1);
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, Emulator, ::testing::Values(1, 2, 3));

@@ -161,62 +161,6 @@ TEST(CudaLaunch, FirstPassLoadsAllKernels) {
   emulation::settings() = {};
 }
 
-/// Whether the element-wise passes on these tensors access several elements at once.
-bool wide(DType dtype, const std::vector<std::int64_t>& sizes, Memory memory) {
-  Step step(dtype, sizes, memory);
-  const emulation::Counts before = emulation::counts();
-  step.after_forward();
-  step.after_backward();
-  const emulation::Counts after = emulation::counts();
-  const bool any = after.vector_accesses > before.vector_accesses;
-  EXPECT_NE(any, after.single_accesses > before.single_accesses);
-  return any;
-}
-
-TEST(CudaLaunch, SeveralElementsAtOnceWhereTheyFit) {
-  for (const DType dtype : kDtypes) {
-    const auto vector = static_cast<std::int64_t>(16 / size_of(dtype));
-    for (const std::vector<std::int64_t>& spatial : {Words{}, {1}, {1, 1}}) {
-      const auto sizes = [&](std::int64_t samples, std::int64_t channels) {
-        Words out = {samples, channels};
-        out.insert(out.end(), spatial.begin(), spatial.end());
-        return out;
-      };
-      EXPECT_TRUE(wide(dtype, sizes(5, 3 * vector), Memory::kPlanes)) << spatial.size();
-      EXPECT_TRUE(wide(dtype, sizes(5, 3 * vector), Memory::kRows));
-      EXPECT_FALSE(wide(dtype, sizes(5, 3 * vector + 1), Memory::kPlanes));
-      EXPECT_FALSE(wide(dtype, sizes(5, 3 * vector), Memory::kPlanesSlice))
-          << "rows begin anywhere";
-    }
-    EXPECT_TRUE(wide(dtype, {2, 3, 3 * vector}, Memory::kPlanes));
-    EXPECT_TRUE(wide(dtype, {2, 3 * vector, 3}, Memory::kRows));
-    EXPECT_TRUE(wide(dtype, {2, 3, 49}, Memory::kPlanes)) << "of two planes";
-    EXPECT_FALSE(wide(dtype, {2, 3, 49}, Memory::kPlanesSlice));
-    EXPECT_FALSE(wide(dtype, {2, 3, 9}, Memory::kPlanes)) << "of more than two planes";
-  }
-}
-
-/// random_steps.hpp counts those of the reproducible mode.
-TEST(CudaLaunch, WelfordTakesFourKernelsForwardAndThreeBackward) {
-  for (const DType dtype : kDtypes) {
-    Step s(dtype, {4, 8, 6}, Memory::kPlanes);
-    BatchNorm layer({.channels = 8, .statistics = Statistics::kWelford});
-    Saved saved;
-    Tensor running(DType::kFloat32, {8}), var = running;
-    s.moments();  // loads the kernels
-    const std::uint64_t before = emulation::counts().launches;
-    layer.forward({.x = on_cuda(s.x.view()),
-                   .y = on_cuda(s.y.view()),
-                   .running_mean = on_cuda(running.view()),
-                   .running_var = on_cuda(var.view())},
-                  saved);
-    EXPECT_EQ(emulation::counts().launches - before, 4u) << name(dtype);
-    layer.backward(
-        {.dy = on_cuda(s.dy.view()), .x = on_cuda(s.x.view()), .dx = on_cuda(s.dx.view())}, saved);
-    EXPECT_EQ(emulation::counts().launches - before, 7u) << name(dtype);
-  }
-}
-
 /// The emulator refuses blocks of over 1024 threads, or with over 48 KB of shared memory.
 TEST(CudaLaunch, BlocksFitTheDevice) {
   const Settings settings({.multiprocessors = 1, .resident = 0});

@@ -7,7 +7,6 @@
 #include <optional>
 #include <vector>
 
-#include "cuda/divisor.cuh"
 #include "cuda/passes.hpp"
 #include "emulator.hpp"
 #include "on_cuda.hpp"
@@ -17,8 +16,7 @@
 #include "syncbn/error.hpp"
 #include "syncbn/executor.hpp"
 
-// What the passes on CUDA make of disagreement, of empty input, of counters, and of wrong
-// arguments.
+// What the passes on CUDA make of disagreement, of counters, and of wrong arguments.
 namespace syncbn {
 namespace {
 
@@ -45,26 +43,6 @@ struct Moments {
                            info.data(), channels, kEps, running, {});
   }
 };
-
-TEST(CudaPasses, NothingAnywhereGivesZeros) {
-  for (const std::vector<std::int64_t>& shape :
-       {std::vector<std::int64_t>{0, 3, 5}, {2, 3, 0}, {2, 3, 4, 0}, {2, 3, 0, 4}}) {
-    const Tensor nothing(DType::kFloat32, shape);
-    const Words message = cuda_moments(nothing, 1, 3);
-    EXPECT_EQ(Words(message.begin() + kHeaderWords, message.end()), Words(3 * 19, 0));
-    EXPECT_EQ(message[0], 0);
-    EXPECT_EQ(message[3], 0);
-    const Moments moments(message, DType::kFloat32, 1, 3);
-    EXPECT_TRUE(same_bits(moments.mean, Doubles(3, 0.0)));
-    EXPECT_TRUE(same_bits(moments.rstd, Doubles(3, 0.0)));
-    EXPECT_EQ(moments.info[0], 0);
-  }
-  const double nan = std::numeric_limits<double>::quiet_NaN();
-  const Tensor hidden(DType::kFloat32, {2, 3, 4}, Doubles(24, nan));
-  const std::vector<std::uint8_t> none(8, 0);
-  EXPECT_EQ(cuda_moments(hidden, 4, 3, {none.data(), {2, 4}, Device::kCuda}),
-            cuda_moments(Tensor(DType::kFloat32, {0, 3, 4}), 4, 3));
-}
 
 /// By the finalizing kernel, which then takes one launch, and by the kernel for itself.
 TEST(CudaPasses, RunningStatisticsExact) {
@@ -129,20 +107,6 @@ TEST(CudaPasses, RunningStatisticsExact) {
   }
 }
 
-/// 2^31 additions to a slot would overflow it: partials are gathered before, and here are many.
-TEST(CudaPasses, ManyPartialsExact) {
-  for (const DType dtype : {DType::kFloat16, DType::kFloat32, DType::kFloat64}) {
-    for (const double sign : {1.0, -1.0}) {
-      const double value = testing::round_to(dtype, sign * 127.99999);
-      const Tensor x(dtype, {5000, 2}, Doubles(10000, value));
-      Words expected(size(message_words(dtype, 2)));
-      local_moments(x.view(), {}, expected.data(), fingerprint(1, 0, Direction::kForward, 2, kEps),
-                    serial_executor());
-      EXPECT_EQ(cuda_moments(x, 1, 2), expected);
-    }
-  }
-}
-
 /// At the doors, which check for both devices; how many axes a kernel takes its launcher says.
 TEST(CudaPasses, WrongArgumentsChangeNothing) {
   Tensor x(DType::kFloat32, {2, 3}, Doubles(6, 1.0)), wrong(DType::kFloat32, {2});
@@ -197,27 +161,6 @@ TEST(CudaPasses, WrongArgumentsChangeNothing) {
   EXPECT_EQ(info, Words(kInfoWords, -9));
   EXPECT_EQ(values, Doubles(9, 5.0));
   EXPECT_EQ(x.values(), Doubles(6, 1.0));
-}
-
-TEST(CudaPasses, DivisionByMultiplicationExact) {
-  Random random(23);
-  const std::int64_t top = std::numeric_limits<std::int64_t>::max();
-  std::vector<std::int64_t> divisors = {1, 2, 3, 7, 512, 641, (1LL << 32) - 1, 1LL << 62, top};
-  for (int i = 0; i < 200; ++i) {
-    divisors.push_back(random.between(1, top >> random.between(0, 62)));
-  }
-  for (const std::int64_t d : divisors) {
-    const cuda::Divisor divisor(d);
-    std::vector<std::int64_t> numbers = {0,       1,  d - 1, d, top / d * d, top / d * d - 1,
-                                         top - 1, top};
-    for (int i = 0; i < 50; ++i) {
-      numbers.push_back(random.between(0, top >> random.between(0, 62)));
-    }
-    for (const std::int64_t n : numbers) {
-      EXPECT_EQ(divisor.quotient(n), n / d) << n << " / " << d;
-      EXPECT_EQ(divisor.remainder(n), n % d) << n << " % " << d;
-    }
-  }
 }
 
 }  // namespace

@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
-#include <limits>
 #include <vector>
 
 #include "cuda/passes.hpp"
@@ -12,8 +11,6 @@
 #include "on_cuda.hpp"
 #include "statistics/header.hpp"
 #include "support.hpp"
-#include "syncbn/error.hpp"
-#include "syncbn/executor.hpp"
 #include "welford_bound.hpp"
 
 // The welford mode on CUDA. Unlike the moments it promises accuracy, not the CPU's bits; its own
@@ -79,51 +76,6 @@ TEST(CudaWelford, WithinBoundAndTheSameOnAnyGrid) {
       testing::expect_close({got.mean[size(c)], got.var[size(c)]}, testing::exact(kept),
                             static_cast<double>(4 * plane) / 32 + 1 + 12, dtype);
     }
-  }
-}
-
-TEST(CudaWelford, RanksAreMergedAsOnCpuExact) {
-  Random random(32);
-  for (const DType dtype : {DType::kBFloat16, DType::kFloat64}) {
-    const std::int64_t channels = 9;
-    const std::int64_t length = kHeaderWords + welford_words(dtype, channels);
-    Words merged(kHeaderWords, 0);
-    for (const std::int64_t samples : {3, 0, 5}) {
-      Tensor x(dtype, {samples, channels, 6});
-      Doubles values(size(samples * channels * 6));
-      for (double& value : values) {
-        value = random.signed_unit();
-      }
-      x.fill(values);
-      Words cpu(size(length));
-      local_welford(x.view(), {}, cpu.data(),
-                    fingerprint(5, 0, Direction::kForward, channels, kEps), serial_executor());
-      const Words message = message_of(x, {}, 1, 2);
-      EXPECT_EQ(Words(message.begin(), message.begin() + kHeaderWords + 1),
-                Words(cpu.begin(), cpu.begin() + kHeaderWords + 1))
-          << "header and count";
-      merged.insert(merged.end(), message.begin() + kHeaderWords, message.end());
-      for (std::size_t i = 0; i < kHeaderWords; ++i) {
-        merged[i] += message[i];
-      }
-    }
-    Moments got(channels);
-    Moments expected(channels);
-    Words info(kInfoWords);
-    cuda::merge_welford(merged.data(), dtype, 3, got.mean.data(), got.var.data(), got.rstd.data(),
-                        info.data(), channels, kEps, {});
-    merge_welford(read_header(merged.data(), 3), merged.data() + kHeaderWords, expected.mean.data(),
-                  expected.var.data(), expected.rstd.data(), channels, 3, length - kHeaderWords,
-                  kEps);
-    EXPECT_TRUE(same_bits(got.mean, expected.mean));
-    EXPECT_TRUE(same_bits(got.var, expected.var));
-    EXPECT_TRUE(same_bits(got.rstd, expected.rstd));
-    EXPECT_EQ(info[0], 8 * 6);
-    merged[1] += 1;  // another fingerprint
-    cuda::merge_welford(merged.data(), dtype, 3, got.mean.data(), got.var.data(), got.rstd.data(),
-                        info.data(), channels, kEps, {});
-    EXPECT_EQ(info[0], -1);
-    EXPECT_TRUE(same_bits(got.mean, Doubles(9, std::numeric_limits<double>::quiet_NaN())));
   }
 }
 

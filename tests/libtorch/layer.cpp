@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What test_libtorch.py compares: layer steps DIR RANKS, layer errors DIR, layer state DIR,
-// layer forked DIR.
+// What test_libtorch.py compares: layer steps DIR RANKS, layer errors DIR, layer state DIR.
 #include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/serialize.h>
 #include <syncbn/torch.hpp>
 
 #include <cstdint>
-#include <cstring>
 #include <fstream>
 #include <iterator>
 #include <string>
@@ -86,20 +84,6 @@ void run_state(const std::string& folder) {
   torch::save(network, folder + "/network.pt");
 }
 
-/// Whether a child that is forked after a step on several threads makes the same step. There
-/// PyTorch's own operators on large tensors would hang.
-bool forked_child_agrees() {
-  const at::Tensor x = at::rand({8, 64, 32, 32});
-  const auto step = [&] {
-    return SyncBatchNorm(SyncBatchNormOptions(64).layer_name("bn"))->forward(x);
-  };
-  const at::Tensor y = step();
-  return in_processes(1, [&](int) {
-    const at::Tensor again = step();
-    TORCH_CHECK(std::memcmp(again.data_ptr(), y.data_ptr(), y.nbytes()) == 0);
-  });
-}
-
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -116,9 +100,6 @@ int main(int count, char** arguments) {
   if (given.at(1) == "state") {
     run_state(folder);
     return 0;
-  }
-  if (given.at(1) == "forked") {
-    return forked_child_agrees() ? 0 : 1;
   }
   return write_errors(folder) ? 0 : 1;
 }

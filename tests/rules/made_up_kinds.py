@@ -2,7 +2,7 @@
 """A dtype or an activation that is added to its enumeration, and nowhere else, does not compile.
 
 python made_up_kinds.py COMPILER PROJECT_DIR. What else there is asks the traits, or is refused at
-run time (tests/cpp/kinds_test.cpp); the rule `kinds` of source_rules.py looks after that.
+run time (tests/cpp/numbers_test.cpp); the rule `kinds` of source_rules.py looks after that.
 """
 
 import re

@@ -181,11 +181,6 @@ def test_same_bits_as_the_python_package_on_one_rank_exact(build, tmp_path, rank
                     assert torch.equal(bits(got), bits(tensor)), (name, key, rank)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, whose files C++ reads
-def test_a_forked_child_does_not_wait_for_threads_exact(build, tmp_path):
-    run(build / "layer", "forked", tmp_path)
-
-
 def test_state_dicts_load_both_ways(build, tmp_path):
     plain = torch.nn.BatchNorm1d(3)
     plain(torch.arange(12.0).view(4, 3))

@@ -6,12 +6,9 @@ import contextlib
 import functools
 import os
 import resource
-import signal
 import sys
-import threading
 import time
 from pathlib import Path
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -129,34 +126,6 @@ def case_interrupts_at_lines(rank, world):
     _step(layer)
 
 
-def case_interrupts_by_a_signal(rank, world):
-    """While the operator waits: in its first 50 ms, where Python raises as soon as it returned, and
-    later. The others come when it is over."""
-    layer = _layer()
-    _step(layer)
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    with _quick_looks():
-        for delay in (0.01, 0.03, 0.2):
-            dist.barrier()
-
-            def run(layer, delay=delay):
-                signal.setitimer(signal.ITIMER_REAL, delay)
-                _step(layer)
-
-            before = signal.signal(signal.SIGALRM, interrupt)
-            time.sleep(0 if rank == 0 else delay + 0.5)
-            text = _one_leaves(rank, layer, run)
-            signal.signal(signal.SIGALRM, before)
-            if rank == 0:
-                assert text.startswith("KeyboardInterrupt")
-            else:
-                assert text != "whole" or not _is_shared(layer)
-    _step(layer)
-
-
 def _pages():
     return int(Path("/proc/self/statm").read_text().split()[0])
 
@@ -189,41 +158,6 @@ def _without_memory(layer, run):
         run()
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-def case_no_memory_for_the_message(rank, world):
-    """Nothing was exchanged: the others get the error as that of a rank that refuses its input, and
-    the group goes on."""
-    small = _layer()
-    _step(small)  # makes the group
-    for statistics, channels, dtype in (
-        ("reproducible", 1 << 20, torch.float32),
-        ("welford", 1 << 23, torch.float64),
-    ):
-        layer = syncbn.SyncBatchNorm(channels, timeout=LIMIT, dtype=dtype)
-        x = torch.zeros(1, dtype=dtype).expand(2, channels)
-        layer.statistics = statistics
-        run = functools.partial(layer, x)
-        _refused_for_memory(rank, layer, run, "forward")
-        _step(small)
-
-
-def case_a_refusal_needs_no_new_thread(rank, world):
-    """Without memory a thread may not begin, and Thread.start() waits for it for ever."""
-    layer = _layer()
-    x = torch.randn(3, 4, 2, 2)
-    layer(x)
-
-    def start(thread):
-        raise AssertionError("a thread was started")
-
-    for _ in range(3):  # the thread that told it serves the next refusal, too
-        if rank == 0:
-            with mock.patch.object(threading.Thread, "start", start):
-                raises(ValueError, "expected", layer, x[0, 0, 0])
-        else:
-            diverges("rank 0: .*ValueError", layer, x)
-        layer(x)
 
 
 class _Raises(TorchDispatchMode):
@@ -277,35 +211,6 @@ def _mode_that_raises(options, call, first, stride, rank, world):
         if over:
             break
     assert at > 5
-
-
-def case_lengths_that_differ_twice_have_a_name(rank, world):
-    """Threads of one rank can bring their exchanges in another order than the others expect."""
-    layer = _layer()
-    _step(layer)
-    x = torch.randn(3, 4, 2, 2)
-    if not _is_shared(layer):
-        return  # over Gloo all first messages have one length
-
-    def bring(*sizes, first=False):
-        for size in sizes:
-            engine = host.engine_of(layer.state.peers(layer.options()))
-            call = layer.state.call_of(x, layer.options())
-            words = torch.zeros(size, dtype=torch.int64)
-            (engine.sum_first if first else engine.sum_words)(words, call)
-
-    for ours, theirs in (
-        (lambda: bring(16), lambda: bring(24)),
-        (lambda: bring(32, first=True), lambda: bring(24, 16)),
-        (lambda: layer(x), lambda: bring(24, 16)),
-        (lambda: layer(x), lambda: bring(24, 16, first=True)),
-    ):
-        begin = time.monotonic()
-        kinds = (syncbn.DivergenceError, syncbn.PeerLost)
-        raises(kinds, "^SyncBatchNorm, call ", ours if rank == 0 else theirs)
-        assert time.monotonic() - begin < SOON
-        syncbn.reset_groups(layer)
-        _step(layer)
 
 
 def _refused_for_memory(rank, layer, run, direction):

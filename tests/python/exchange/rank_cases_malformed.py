@@ -97,33 +97,12 @@ def case_malformed_offer(rank, world):
             lost(f"came/{world - 1}: {GOT}", meet, rank, world, make=lambda *_: "made")
 
 
-def case_malformed_offer_that_one_rank_reads(rank, world):
-    """That rank leaves, and tells it."""
-    load = meeting.load
-
-    def broken(key, text, form):
-        return load(key, "{" if rank == 0 else text, form)
-
-    for _ in each([""]):
-        with mock.patch.object(meeting, "load", broken):
-            lost(f"came/0: {GOT}", meet, rank, world, make=lambda *_: time.sleep(1) or "made")
-
-
 def case_malformed_verdict(rank, world):
     for text in each(TEXTS[1:]):
         with mock.patch.object(meeting, "_refusal", lambda *_, text=text: text):
             if rank == world - 1:
                 time.sleep(1.2)
             lost(f"verdict: {GOT}", meet, rank, world, limit=0.8)
-
-
-def case_malformed_verdict_of_what_was_made(rank, world):
-    def make(*_):
-        raise KeyError("made")
-
-    for text in each(TEXTS[1:]):
-        with mock.patch.object(meeting, "_refusal", lambda *_, text=text: text):
-            lost(f"verdict: {GOT}", meet, rank, world, make=make)
 
 
 def case_malformed_offer_of_a_layer(rank, world):

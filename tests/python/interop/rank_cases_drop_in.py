@@ -48,16 +48,6 @@ def case_a_process_group_that_is_set_shares_statistics(rank, world):
     assert count_of(layer, rank) == 2 + rank
 
 
-def case_the_class_method_converts_to_these_layers(rank, world):
-    """torch.nn.SyncBatchNorm's, inherited, would make PyTorch's."""
-    alone = group_of_one(rank, world)
-    for group, count in ((None, of_all(world)), (alone, 2 + rank)):
-        net = nn.Sequential(nn.BatchNorm1d(4))
-        layer = net[0]
-        assert syncbn.SyncBatchNorm.convert_sync_batchnorm(net, group) is net
-        assert type(layer) is syncbn.SyncBatchNorm and count_of(net, rank) == count
-
-
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4))

@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
-from syncbn import recognition
 
 
 def network() -> nn.Module:
@@ -72,21 +71,6 @@ def test_ddp_refuses_pytorchs_layers_on_the_cpu_and_takes_these(one_rank):
     for other in (nn.SyncBatchNorm(4), Theirs(4)):
         with pytest.raises(ValueError, match="only work with GPU modules"):
             DistributedDataParallel(network().append(other))
-
-
-def test_the_exceptions_are_installed_once():
-    before = DistributedDataParallel._passing_sync_batchnorm_handle._syncbn_original
-    recognition.install(syncbn.SyncBatchNorm)
-    after = DistributedDataParallel._passing_sync_batchnorm_handle
-    assert after._syncbn_original is before and not hasattr(before, "_syncbn_original")
-
-
-def test_a_pytorch_without_the_names_is_left_as_it_is(monkeypatch):
-    monkeypatch.delattr(DistributedDataParallel, "_passing_sync_batchnorm_handle")
-    monkeypatch.delattr(nn.SyncBatchNorm, "convert_sync_batchnorm")
-    recognition.install(syncbn.SyncBatchNorm)
-    assert not hasattr(DistributedDataParallel, "_passing_sync_batchnorm_handle")
-    assert "convert_sync_batchnorm" not in vars(nn.SyncBatchNorm)
 
 
 # Arguments and attributes of PyTorch's layer.

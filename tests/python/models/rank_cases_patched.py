@@ -123,21 +123,6 @@ for _name in MAKERS:
     globals()[f"case_a_patched_layer_is_synchronized_by_{_name}"] = _case(_name)
 
 
-def case_methods_on_other_modules(rank, world):
-    """Not on the layer: on the module around it, and on another layer."""
-    net = nn.Sequential(nn.BatchNorm1d(1), nn.Identity())
-    net.norm = net[0].forward
-    net[1].forward = net[0].forward
-    quietly(syncbn.convert_sync_batchnorm, net)
-    for call in (net.norm, net[1]):
-        net[0].reset_running_stats()
-        call(x_of(rank))
-        mean, _ = shared_statistics()
-        torch.testing.assert_close(net[0].running_mean, torch.tensor([0.1 * mean]))
-    syncbn.revert_sync_batchnorm(net)
-    net.norm(x_of(rank))
-
-
 def plain(bn):
     return lambda x: nn.BatchNorm1d.forward(bn, x)
 
@@ -146,11 +131,6 @@ def beside_a_backup(bn):
     """The former method is there, and nothing calls it."""
     bn.original = bn.forward
     bn.forward = types.MethodType(lambda self, x: nn.BatchNorm1d.forward(self, x), bn)
-
-
-def of_a_copy(bn):
-    patch(other := copy.deepcopy(bn), "closure_and_name")
-    bn.forward = other.forward
 
 
 class Adapter(nn.Module):
@@ -172,16 +152,14 @@ def own_arithmetic(bn):
 
 #: They name no attribute that is a bound method of the layer.
 LOST = (
-    *(own_arithmetic, beside_a_backup, of_a_copy),
+    *(own_arithmetic, beside_a_backup),
     lambda bn: setattr(bn, "forward", (lambda old: lambda x: old(x))(bn.forward)),
     lambda bn: setattr(bn, "forward", lambda x, old=bn.forward: old(x)),
     lambda bn: setattr(bn, "forward", torch.compile(bn.forward, backend="eager")),
     lambda bn: setattr(bn, "forward", Adapter(bn).forward),
-    lambda bn: setattr(bn, "forward", plain(bn)),
     lambda bn: setattr(bn, "forward", functools.wraps(bn.forward)(plain(bn))),
     lambda bn: setattr(bn, "_call_impl", plain(bn)),
     lambda bn: setattr(bn, "_compiled_call_impl", plain(bn)),
-    lambda bn: setattr(bn, "forward", functools.lru_cache(bn.forward)),
 )
 
 
@@ -204,23 +182,6 @@ def case_what_cannot_be_rebound_is_warned_of_and_refused(rank, world):
         assert type(net[1][0]) is nn.BatchNorm1d
 
 
-def case_nothing_is_assigned_into_what_others_hold(rank, world):
-    net = nn.Sequential(nn.BatchNorm1d(1))
-    old, by_name = net[0].forward, {"old": net[0].forward}
-    held = [old]
-
-    def forward(x, default=old, *, keyword=old):
-        return old(x), held
-
-    net[0].forward, net[0].table = forward, by_name
-    with pytest.warns(UserWarning, match="^0: got a forward on the object"):
-        syncbn.convert_sync_batchnorm(net)
-    assert forward.__defaults__ == (old,) and forward.__kwdefaults__ == {"keyword": old}
-    assert {id(cell.cell_contents) for cell in forward.__closure__} == {id(old), id(held)}
-    assert held == [old] and by_name == {"old": old} and old.__func__ is nn.BatchNorm1d.forward
-    assert vars(net[0])["forward"] is forward and net[0].table is by_name
-
-
 def case_pytorch_s_forward_on_a_synchronized_layer_says_so_once(rank, world):
     """Whoever calls it: here a bound method in a place where nobody looks for it."""
     net = nn.Sequential(nn.BatchNorm1d(1))
@@ -236,19 +197,6 @@ def case_pytorch_s_forward_on_a_synchronized_layer_says_so_once(rank, world):
     syncbn.revert_sync_batchnorm(net)
     syncbn.convert_sync_batchnorm(net)
     assert syncbn.report(net, strict=True)[0].ranks == world
-
-
-def case_a_failed_conversion_leaves_a_patched_layer_as_it_was(rank, world):
-    for name in MAKERS:
-        net = nn.Sequential(nn.BatchNorm1d(1), nn.Identity())
-        patch(net[0], name)
-        before = vars(net[0]).copy()
-        if rank == 1:
-            net[1] = nn.LazyBatchNorm1d()
-        raises(ValueError, "a LazyBatchNorm1d", lambda n=net: syncbn.convert_sync_batchnorm(n))
-        net[1] = nn.Identity()
-        assert vars(net[0]).keys() == before.keys()
-        check(net, rank, shared=False)
 
 
 def case_copies_of_a_patched_layer(rank, world):

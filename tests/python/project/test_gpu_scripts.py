@@ -4,7 +4,6 @@
 import json
 import subprocess
 import sys
-import time
 
 import torch
 
@@ -24,25 +23,6 @@ def test_gpu_check_names_files_that_there_are():
     }
     longest = [max(seconds for _, seconds, _ in group) for group in gpu_check.checking()]
     assert sum(longest) <= 360
-
-
-def test_gpu_check_ends_a_stage_that_hangs_and_keeps_what_it_printed(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_check, "BUILD", tmp_path)
-    marker = tmp_path / "marker"
-    child = f"import time; time.sleep(8); open({str(marker)!r}, 'w')"
-    text = "import subprocess, sys; print('begun', flush=True)\n" + (
-        f"subprocess.run([sys.executable, '-c', {child!r}])"
-    )
-    begin = time.monotonic()
-    hangs = gpu_check.run("hangs", 3, [sys.executable, "-c", text])
-    assert time.monotonic() - begin < 7
-    assert (hangs["problem"], hangs["log"]) == ("not done after 3 s", "begun\n")
-    fails = gpu_check.run("fails", 60, [sys.executable, "-c", "print('no'); exit(3)"])
-    assert (fails["problem"], fails["log"]) == ("exit code 3", "no\n")
-    assert gpu_check.run("works", 60, [sys.executable, "-c", ""])["problem"] == ""
-    assert "No such file" in gpu_check.run("missing", 60, ["/no/such/program"])["problem"]
-    time.sleep(max(0, 9 - (time.monotonic() - begin)))
-    assert not marker.exists()  # its children are ended with it
 
 
 def test_gpu_check_runs_nothing_without_a_gpu():

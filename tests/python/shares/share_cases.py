@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each process does; the results are compared over numbers of processes. hash_*: equal on all
-ranks of all worlds. text_*: an error's text, equal on all ranks of a world."""
+ranks of all worlds. Errors: share_texts.py."""
 
 import functools
-import itertools
 import random
 from pathlib import Path
 
@@ -61,7 +60,7 @@ def hash_of_optimizers(rank, world, folder):
     return hashes
 
 
-def _batches(training, step, size=4):
+def batches_of(training, step, size=4):
     """Random (x, target) of this process's shares."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(training.shares, size, 4, generator=generator)
@@ -82,7 +81,7 @@ def run_of(kind, steps=4, shares=4):
         trained = [p for p in network.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-2)
         for step in range(steps):
-            values.append(training.step(loss, _batches(training, step)))
+            values.append(training.step(loss, batches_of(training, step)))
             optimizer.step()
             optimizer.zero_grad()
     except (ValueError, RuntimeError) as error:
@@ -114,38 +113,6 @@ def hash_of_accumulated_steps(rank, world, folder):
     return syncbn.fingerprint([p.grad for p in network.parameters()], network, values)
 
 
-class _Game(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.draws = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
-        self.judges = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.SiLU(), nn.Linear(8, 1))
-
-
-def hash_of_two_losses(rank, world, folder):
-    """Of a generator and a discriminator; each optimizer's gradients are cleared for it."""
-    torch.manual_seed(0)
-    network = syncbn.convert_sync_batchnorm(_Game())
-    training = syncbn.Shares(network, 4, seed=1)
-    parts = network.judges, network.draws
-    optimizers = [torch.optim.Adam(part.parameters(), lr=1e-2) for part in parts]
-
-    def judge(model, batch):
-        with torch.no_grad():
-            made = model.draws(torch.randn_like(batch[0]))
-        return F.softplus(model.judges(made)).mean() + F.softplus(-model.judges(batch[0])).mean()
-
-    def draw(model, batch):
-        return F.softplus(-model.judges(model.draws(torch.randn_like(batch[0])))).mean()
-
-    values = []
-    for step in range(3):
-        for loss, optimizer in zip((judge, draw), optimizers):
-            network.zero_grad()
-            values.append(training.step(loss, _batches(training, step)))
-            optimizer.step()
-    return syncbn.fingerprint(network, *optimizers, values)
-
-
 def hash_of_what_the_program_changes(rank, world, folder):
     """Between the steps: attributes, containers, hooks, buffers, memory of parameters, evaluation,
     and parameters that are frozen."""
@@ -165,7 +132,7 @@ def hash_of_what_the_program_changes(rank, world, folder):
     training, values = syncbn.Shares(network, 4), []
 
     def step():
-        values.append(training.step(share_programs.loss, _batches(training, 0)))
+        values.append(training.step(share_programs.loss, batches_of(training, 0)))
 
     def changed(change):
         change()
@@ -281,174 +248,6 @@ def hash_of_a_training(rank, world, folder):
     return goes_on(None, 4, None)
 
 
-def caught(*errors):
-    """The text of the error that a function ends with."""
-
-    def run(function):
-        try:
-            function()
-        except errors as error:
-            return f"{type(error).__name__}: {error}"
-        raise AssertionError("no error")
-
-    return run
-
-
-refused = caught(ValueError)
-either = caught(ValueError, syncbn.DivergenceError)
-
-
-def text_of_more_processes_than_shares(rank, world, folder):
-    return refused(lambda: syncbn.Shares(nn.Linear(2, 2), world - 1))
-
-
-def text_of_other_seeds(rank, world, folder):
-    return refused(lambda: syncbn.Shares(nn.Linear(2, 2), world, seed=rank))
-
-
-def text_of_an_argument_that_one_rank_refuses(rank, world, folder):
-    text = refused(lambda: syncbn.Shares(nn.Linear(2, 2), world, seed=-rank if rank == 1 else 0))
-    return text.partition("seed: ")[2]
-
-
-def text_of_a_buffer_of_another_shape(rank, world, folder):
-    network = nn.Linear(2, 2)
-    network.register_buffer("more", torch.zeros(2 if rank == 1 else 3))
-    return refused(lambda: syncbn.Shares(network, world)).partition(": got")[0]
-
-
-def text_of_a_step_that_one_rank_refuses(rank, world, folder):
-    training = syncbn.Shares(nn.Linear(4, 3), world)
-    batches = _batches(training, 0)
-    text = either(lambda: training.step(share_programs.loss, batches * (2 if rank == 1 else 1)))
-    training.step(share_programs.loss, batches)  # and they go on together
-    assert training.steps == 1
-    return text.partition("batches: ")[2]
-
-
-def text_of_a_frozen_parameter_on_one_rank(rank, world, folder):
-    network = nn.Linear(4, 3)
-    training = syncbn.Shares(network, world)
-    network.weight.requires_grad_(rank != 1)
-    step = caught(syncbn.DivergenceError)
-    text = step(lambda: training.step(share_programs.loss, _batches(training, 0)))
-    assert "frozen parameters: none on rank" in text
-    return text[text.index("weight on") :]
-
-
-def text_of_other_data(rank, world, folder):
-    """Each difference by its name, and none of them is silent."""
-    training, step = syncbn.Shares(nn.Linear(4, 3), world), caught(syncbn.DivergenceError)
-    own, found = rank == 1, []
-    for name in ("samples", "batch size", "shuffle", "epoch", "batch"):
-        data = [(torch.ones(4), 1)] * (8 * world + (name == "samples" and own))
-        size = world * (1 + (name == "batch size" and own))
-        loader = training.loader(data, size, shuffle=name == "shuffle" and own)
-        if name == "epoch" and own:
-            loader.set_epoch(1)
-        batches = iter(loader)
-        for _ in range(1 + (name == "batch" and own)):
-            parts = next(batches)
-        text = step(lambda parts=parts: training.step(share_programs.loss, parts))
-        assert f" {name}: " in text, text
-        found.append(name)
-    return found
-
-
-def text_of_other_options(rank, world, folder):
-    """That change after the constructor; learning rates, and optimizers' states."""
-    training, step = syncbn.Shares(nn.Linear(4, 3), world, compare_every=1), either
-    batches, found = _batches(training, 0), []
-    optimizer = torch.optim.SGD(training.module.parameters(), lr=1e-3, momentum=0.5)
-
-    def differ(name, change, back):
-        if rank == 1:
-            change()
-        text = step(lambda: training.step(share_programs.loss, batches))
-        if rank == 1:
-            back()
-        assert f" {name}: " in text, text
-        training.step(share_programs.loss, batches)
-        found.append(name)
-
-    differ("threads", lambda: torch.set_num_threads(2), lambda: torch.set_num_threads(1))
-    dtype = torch.get_default_dtype()
-    differ(
-        "default dtype",
-        lambda: torch.set_default_dtype(torch.float64),
-        lambda: torch.set_default_dtype(dtype),
-    )
-    differ(
-        "denormal numbers",
-        lambda: torch.set_flush_denormal(True),
-        lambda: torch.set_flush_denormal(False),
-    )
-    weight = training.module.weight.data
-    kept = weight.clone()
-    differ("parameters", lambda: weight.add_(1), lambda: weight.copy_(kept))
-    own = [0.1 if rank == 1 else 0.2]
-    optimizer.param_groups[0]["lr"] = own[0]
-    optimizer.step()
-    text = step(lambda: training.step(share_programs.loss, batches))
-    assert " learning rates: " in text and " parameters: " in text, text
-    assert " optimizers: " in text, text
-    return found
-
-
-def text_of_a_model_that_fails_on_one_rank(rank, world, folder):
-    """Before the first layer, after it, in backward, and in a model without layers, with one share
-    of each process and with two."""
-
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return 1 / 0
-
-    def told(shares, at, backward, norm):
-        last = nn.BatchNorm1d(3) if norm else nn.Linear(3, 3)
-        network = nn.Sequential(nn.Linear(4, 3), last, nn.ReLU(), nn.Linear(3, 3))
-        training = syncbn.Shares(syncbn.convert_sync_batchnorm(network), shares)
-        batches = _batches(training, 0)
-
-        def fail(module, inputs):
-            if rank == 1:
-                return (Fails.apply(inputs[0]),) if backward else 1 / 0
-
-        handle = network[at].register_forward_pre_hook(fail)
-        text = caught(ZeroDivisionError, syncbn.DivergenceError)(
-            lambda: training.step(share_programs.loss, batches)
-        )
-        assert all(p.grad is None for p in network.parameters())
-        handle.remove()
-        training.step(share_programs.loss, batches)  # and they go on together
-        return text.rpartition("ZeroDivisionError: ")[2]
-
-    cases = itertools.product((world, 2 * world), (1, 3), (False, True), (False, True))
-    return " or ".join({told(*case) for case in cases})
-
-
-def text_of_a_batch_that_one_rank_cannot_load(rank, world, folder):
-    training = syncbn.Shares(nn.Linear(4, 3), world)
-
-    def collate(samples):
-        if rank == 1:
-            raise KeyError("no such file")
-        return torch.ones(1, 4), torch.ones(1, dtype=torch.long)
-
-    def run():
-        for batches in training.loader(range(world), world, collate_fn=collate):
-            training.step(share_programs.loss, batches)
-
-    text = caught(KeyError, syncbn.DivergenceError)(run)
-    training.loader(range(world), world)  # the others had begun with the epoch
-    training.step(share_programs.loss, _batches(training, 0))
-    return text.rpartition("KeyError: ")[2]
-
-
 def _recorded(path, world, rank, flip=None, **options):
     """Three steps of two layers on this rank's samples of seven. flip: the step and the direction
     in which a bit of one number of the first sample is another one."""
@@ -509,17 +308,3 @@ def hash_of_a_recorded_training(rank, world, folder):
     assert {note[1] for note in notes} == {1, 2, 3, 4, 5}
     assert {note[3] for note in notes} == {-1, *range(shares)}
     return [notes, syncbn.fingerprint(network)]
-
-
-def text_of_ranks_that_differ(rank, world, folder):
-    """One rank changes a gradient, which the others do not see."""
-    training = syncbn.Shares(nn.Linear(4, 3), world)
-    optimizer = torch.optim.SGD(training.module.parameters(), lr=0.1)
-    with syncbn.record(training, folder / "differing"):
-        training.step(share_programs.loss, _batches(training, 0))
-        if rank == world - 1:
-            training.module.bias.grad[0] *= 1 + 2.0**-23
-        optimizer.step()
-    dist.barrier()
-    text = recording.first_difference(folder / "differing", folder / "differing")
-    return text.rpartition("/")[2]

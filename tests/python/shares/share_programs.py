@@ -149,33 +149,6 @@ def patched():
 
 
 @equal
-class HooksThatKnowModules(Base):
-    def __init__(self):
-        super().__init__()
-        a = self.a
-        self.b.register_forward_pre_hook(lambda module, given: (given[0] + a.weight.mean(),))
-
-
-@equal
-class HooksOfTheFirstForward(Base):
-    """As libraries that capture hidden states."""
-
-    def __init__(self):
-        super().__init__()
-        self.hooked, self.states = False, []
-
-    def forward(self, x):
-        if not self.hooked:
-            self.hooked = True
-            for module in (self.a, self.bn):
-                module.register_forward_hook(lambda m, i, output: self.states.append(output))
-        self.states.clear()
-        y = super().forward(x)
-        assert len(self.states) == 2
-        return y + sum(state.mean() for state in self.states)
-
-
-@equal
 class Attributes(Base):
     """Across a layer, from step to step, a tensor that is no buffer, and a container."""
 
@@ -227,12 +200,6 @@ class GradientInside(Base):
 
 
 @equal
-class ReadsTheLayersWeight(Base):
-    def forward(self, x):
-        return super().forward(x) * self.bn.weight.mean() + self.bn.bias.abs().sum()
-
-
-@equal
 class Parametrized(Base):
     def __init__(self):
         super().__init__()
@@ -275,14 +242,6 @@ class MomentumByData(_Momentum):
 
 
 @equal
-class MomentumInPlace(_Momentum):
-    @torch.no_grad()
-    def follow(self):
-        for own, other in zip(self.key[0].parameters(), self.a.parameters()):
-            own.mul_(0.9).add_(other, alpha=0.1)
-
-
-@equal
 class MomentumInPlaceOfData(_Momentum):
     def follow(self):
         for own, other in zip(self.key[0].parameters(), self.a.parameters()):
@@ -320,20 +279,6 @@ def layer_with_a_forward_of_its_own():
     """Which activates after that of the synchronized layer."""
     acts = timm.layers.BatchNormAct2d(4, act_layer=nn.GELU)
     return nn.Sequential(nn.Unflatten(1, (4, 1, 1)), acts, nn.Flatten(), Base()), loss
-
-
-@equal
-class FilledAtFirst(Base):
-    """A table that the first forward puts where all shares see it."""
-
-    def __init__(self):
-        super().__init__()
-        self.options = types.SimpleNamespace(table=None)
-
-    def forward(self, x):
-        if self.options.table is None:
-            self.options.table = torch.arange(8.0)
-        return self.b(self.bn(self.a(x)) + self.options.table)
 
 
 @equal
@@ -392,25 +337,8 @@ class CheckpointedSegments(Base):
 
 
 @equal
-class CompiledFunction(Base):
-    def __init__(self):
-        super().__init__()
-        self.act = torch.compile(lambda x: F.gelu(x) * 2 + x.sin(), backend="aot_eager")
-
-    def forward(self, x):
-        return self.b(self.act(self.bn(self.a(x))))
-
-
-@equal
 def compiled_whole():
     return torch.compile(nn.Sequential(Base(), nn.Dropout(0.3)), backend="aot_eager"), loss
-
-
-@equal
-def compiled_part():
-    model = nn.Sequential(nn.Linear(4, 4), Base())
-    model[0].compile(backend="aot_eager")
-    return model, loss
 
 
 @equal

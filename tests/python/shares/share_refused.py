@@ -42,13 +42,6 @@ class Clamps(Base):
 
 
 @refused("writes to the trained parameter 'a.weight'")
-class ClampsData(Base):
-    def forward(self, x):
-        self.a.weight.data.mul_(0.999)
-        return super().forward(x)
-
-
-@refused("writes to the trained parameter 'a.weight'")
 class AssignsData(Base):
     def forward(self, x):
         self.a.weight.data = self.a.weight.data * 0.999
@@ -60,14 +53,6 @@ class Captured(Base):
     def __init__(self):
         super().__init__()
         weight = self.a.weight
-        self.b.register_forward_pre_hook(lambda module, given: (given[0] + weight.mean(),))
-
-
-@refused("a gradient of the parameter 'bn.weight', past the model")
-class CapturesTheLayers(Base):
-    def __init__(self):
-        super().__init__()
-        weight = self.bn.weight
         self.b.register_forward_pre_hook(lambda module, given: (given[0] + weight.mean(),))
 
 
@@ -131,16 +116,6 @@ class CountsInAnObject(Base):
     def forward(self, x):
         self.state.calls += 1
         return super().forward(x) * (1 + 0.1 * self.state.calls)
-
-
-@refused("a forward that changes augment.draws")
-class DrawsInAnObject(Base):
-    def __init__(self):
-        super().__init__()
-        self.augment = types.SimpleNamespace(draws=np.random.default_rng(0))
-
-    def forward(self, x):
-        return super().forward(x + self.augment.draws.normal())
 
 
 @refused("a forward that changes calls")
