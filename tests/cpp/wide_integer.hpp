@@ -97,6 +97,20 @@ class Wide {
     return out;
   }
 
+  /// As `count` digits of 52 bits, all but the top one in [0, 2^52), the top one signed.
+  void to_digits(std::int64_t* digits, int count) const {
+    for (int i = 0; i < count; ++i) {
+      const int position = 52 * i;
+      const auto limb = static_cast<std::size_t>(position / 64);
+      const int shift = position % 64;
+      std::uint64_t word = limbs_[limb] >> shift;
+      if (shift != 0) {
+        word |= limbs_[limb + 1] << (64 - shift);
+      }
+      digits[i] = static_cast<std::int64_t>(i < count - 1 ? word & ((1ULL << 52) - 1) : word);
+    }
+  }
+
  private:
   static constexpr std::size_t kLimbs = 72;
   static constexpr int kBits = 64 * static_cast<int>(kLimbs);

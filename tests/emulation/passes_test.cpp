@@ -107,6 +107,20 @@ TEST(CudaPasses, RunningStatisticsExact) {
   }
 }
 
+/// 2^31 additions to a slot would overflow it: partials are gathered before, and here are many.
+TEST(CudaPasses, ManyPartialsExact) {
+  for (const DType dtype : {DType::kFloat16, DType::kFloat32, DType::kFloat64}) {
+    for (const double sign : {1.0, -1.0}) {
+      const double value = testing::round_to(dtype, sign * 127.99999);
+      const Tensor x(dtype, {5000, 2}, Doubles(10000, value));
+      Words expected(size(message_words(dtype, 2)));
+      local_moments(x.view(), {}, expected.data(), fingerprint(1, 0, Direction::kForward, 2, kEps),
+                    serial_executor());
+      EXPECT_EQ(cuda_moments(x, 1, 2), expected);
+    }
+  }
+}
+
 /// At the doors, which check for both devices; how many axes a kernel takes its launcher says.
 TEST(CudaPasses, WrongArgumentsChangeNothing) {
   Tensor x(DType::kFloat32, {2, 3}, Doubles(6, 1.0)), wrong(DType::kFloat32, {2});
