@@ -59,9 +59,8 @@ void expect_packed(std::uint64_t seed) {
     }
     scratch[Scratch::kFlags] = random.between(0, kFlagCounter << 45);
     scratch[Scratch::kDone] = 3;
-    slots_to_digits(scratch, kFormat.first.slots, words, kFormat.first.digits);
-    slots_to_digits(scratch + kFormat.first.slots, kFormat.second.slots,
-                    words + kFormat.first.digits, kFormat.second.digits);
+    exact_sum(scratch, kFormat, true).write(words);
+    exact_sum(scratch, kFormat, false).write(words + kFormat.first.digits);
     words[Scratch::kMessageWords - 1] = scratch[Scratch::kFlags];
   }
   SumsArguments a;
@@ -88,7 +87,7 @@ TEST(CudaPacking, DigitsOfSlotsExact) {
 }
 
 /// Thread t of a warp adds the partials t, t + 32, ... in its window.
-void add_by_windows(const std::vector<double> partials, const SumSlots to, unsigned from) {
+void add_by_windows(const std::vector<double> partials, const ExactSum to, unsigned from) {
   Window window;
   for (std::size_t i = device::thread_index(); i < partials.size(); i += device::kWarp) {
     window.add(partials[i], to);
@@ -123,15 +122,15 @@ TEST(CudaPacking, WindowsOfAWarpExact) {
         Words expected(size(sum.slots));
         for (double& partial : partials) {
           partial = partial_of(random, sum, exponent);
-          add_partial(expected.data(), partial, sum.unit);
+          ExactSum{expected.data(), sum}.add(partial);
         }
         Words slots(expected.size());
         start("windows", &add_by_windows, 1, device::kWarp, 0, {}, partials,
-              SumSlots{slots.data(), sum.slots, sum.unit}, 1u << random.below(6));
+              ExactSum{slots.data(), sum}, 1u << random.below(6));
         Words digits(size(sum.digits));
         Words expected_digits = digits;
-        slots_to_digits(slots.data(), sum.slots, digits.data(), sum.digits);
-        slots_to_digits(expected.data(), sum.slots, expected_digits.data(), sum.digits);
+        ExactSum{slots.data(), sum}.write(digits.data());
+        ExactSum{expected.data(), sum}.write(expected_digits.data());
         EXPECT_EQ(digits, expected_digits);
       }
     }
