@@ -17,11 +17,11 @@ namespace syncbn::cpu::reference {
 namespace {
 
 /// Merges one segment's partial(s); returns the flag to raise, if any.
-std::int64_t merge(double sum, double rest, std::int64_t* slots, int unit, bool first) {
+std::int64_t merge(double sum, double rest, const ExactSum& to, bool first) {
   if (is_finite(sum)) {
-    add_partial(slots, sum, unit);
+    to.add(sum);
     if (is_finite(rest)) {
-      add_partial(slots, rest, unit);
+      to.add(rest);
     }
   }
   return partial_flag(sum, first);
@@ -32,6 +32,7 @@ template <class T, class U>
 void channel_sums(const SampleView& dy, const SampleView& x, std::int64_t c, const Format& format,
                   std::int64_t* slots, std::int64_t* words, const U& u) {
   std::fill_n(slots, format.slots(), 0);
+  const ExactSum sum = exact_sum(slots, format, true), products = exact_sum(slots, format, false);
   std::int64_t flags = 0;
   const T* dy_data = static_cast<const T*>(dy.data);
   const T* x_data = static_cast<const T*>(x.data);
@@ -53,14 +54,12 @@ void channel_sums(const SampleView& dy, const SampleView& x, std::int64_t c, con
       }
       fold(first);
       fold(second);
-      flags |= merge(first[0].sum, first[0].rest(), slots, format.first.unit, true);
-      flags |= merge(second[0].sum, second[0].rest(), slots + format.first.slots,
-                     format.second.unit, false);
+      flags |= merge(first[0].sum, first[0].rest(), sum, true);
+      flags |= merge(second[0].sum, second[0].rest(), products, false);
     }
   }
-  slots_to_digits(slots, format.first.slots, words, format.first.digits);
-  slots_to_digits(slots + format.first.slots, format.second.slots, words + format.first.digits,
-                  format.second.digits);
+  sum.write(words);
+  products.write(words + format.first.digits);
   words[format.words() - 1] = flags;
 }
 

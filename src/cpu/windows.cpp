@@ -120,14 +120,14 @@ int Windows::unit(std::int64_t channel, int sum) const {
   return static_cast<int>(bits >> 52) - 1023 - kHighBits;
 }
 
-std::int64_t* Windows::slots(std::int64_t channel, int sum) {
+std::int64_t* Windows::slots(std::int64_t channel) {
   const std::int64_t per_channel = format_.slots() + 1;
   std::int64_t* base = outside_ + channel * per_channel;
   if (!used_[channel]) {
     std::fill_n(base, per_channel, 0);
     used_[channel] = true;
   }
-  return sum == 0 ? base : sum == 1 ? base + format_.first.slots : base + format_.slots();
+  return base;
 }
 
 void Windows::add_limbs(std::int64_t channel, int sum, std::int64_t high, std::int64_t low,
@@ -138,16 +138,16 @@ void Windows::add_limbs(std::int64_t channel, int sum, std::int64_t high, std::i
   }
   const bool negative = limbs < 0;
   const auto magnitude = static_cast<unsigned __int128>(negative ? -limbs : limbs);
-  const SumFormat& format = sum == 0 ? format_.first : format_.second;
-  const int position = unit - kLowBits + format.unit;
+  const ExactSum to = exact_sum(slots(channel), format_, sum == 0);
+  const int position = unit - kLowBits + to.format.unit;
   // Two halves, so that each is below 2^96 after its shift.
   constexpr unsigned __int128 kLowHalf = (static_cast<unsigned __int128>(1) << 64) - 1;
   const int drop = position < 0 ? -position : 0;
   const unsigned __int128 kept = drop >= 128 ? 0 : magnitude >> drop;
   const int base = position < 0 ? 0 : position;
-  add_to_slots(slots(channel, sum), kept & kLowHalf, base, negative);
+  to.add(kept & kLowHalf, base, negative);
   if (kept >> 64 != 0) {
-    add_to_slots(slots(channel, sum), kept >> 64, base + 64, negative);
+    to.add(kept >> 64, base + 64, negative);
   }
 }
 
@@ -171,11 +171,10 @@ void Windows::add_outside(std::int64_t channel, int sum, double partial) {
     return;
   }
   if (!is_finite(partial)) {
-    *slots(channel, 2) |= sum == 0 ? first_sum_flag(partial) : kSecondNonFinite;
+    slots(channel)[format_.slots()] |= sum == 0 ? first_sum_flag(partial) : kSecondNonFinite;
     return;
   }
-  const SumFormat& format = sum == 0 ? format_.first : format_.second;
-  add_partial(slots(channel, sum), partial, format.unit);
+  exact_sum(slots(channel), format_, sum == 0).add(partial);
   // A window that is too low is moved at once; one that is too high, after 1, 2, 4, ... misses.
   const std::int32_t misses = ++misses_[channel];
   if ((misses & (misses - 1)) == 0 || std::fabs(partial) >= arrays_.bound[sum][channel]) {
@@ -202,7 +201,7 @@ void Windows::absorb(const Windows& other, std::int64_t begin, std::int64_t end)
     if (other.has_slots(c)) {
       const int count = format_.slots();
       const std::int64_t* from = other.outside_ + c * (count + 1);
-      std::int64_t* to = slots(c, 0);
+      std::int64_t* to = slots(c);
       for (int i = 0; i < count; ++i) {
         to[i] += from[i];
       }
@@ -232,9 +231,10 @@ void Windows::write_words(std::int64_t channel, std::int64_t* words) {
     return;
   }
   flush(channel, channel + 1);
-  slots_to_digits(slots(channel, 0), format_.first.slots, words, first_digits);
-  slots_to_digits(slots(channel, 1), format_.second.slots, words + first_digits, second_digits);
-  words[first_digits + second_digits] = *slots(channel, 2);
+  std::int64_t* const from = slots(channel);
+  exact_sum(from, format_, true).write(words);
+  exact_sum(from, format_, false).write(words + first_digits);
+  words[first_digits + second_digits] = from[format_.slots()];
 }
 
 void add_outside_window(Windows& windows, std::int64_t channel, int sum, double partial) {

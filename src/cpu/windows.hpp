@@ -72,7 +72,7 @@ class Windows {
  private:
   void flush_one(std::int64_t channel, int sum);
   void add_limbs(std::int64_t channel, int sum, std::int64_t high, std::int64_t low, int unit);
-  std::int64_t* slots(std::int64_t channel, int sum);
+  std::int64_t* slots(std::int64_t channel);
   int unit(std::int64_t channel, int sum) const;  ///< exponent of the high limb's unit
 
   Format format_;

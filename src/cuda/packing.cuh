@@ -50,7 +50,7 @@ SYNCBN_DEVICE void write_header(const SumsArguments& a, std::int64_t counted) {
 template <class T>
 inline constexpr bool kThreadPerSlot = ChannelScratch<T>::kWords <= device::kWarp;
 
-/// What slots_to_digits gives, by a warp: thread i has slot i of both sums (without one, zero), and
+/// What ExactSum::write gives, by a warp: thread i has slot i of both sums (without one, zero), and
 /// gets digit i.
 template <class T>
 SYNCBN_DEVICE std::int64_t digit_of_slots(std::int64_t slot) {
@@ -107,8 +107,7 @@ SYNCBN_DEVICE void pack_staged(const SumsArguments& a, std::int64_t c, std::int6
     const bool first = me == 0;
     const int digits = first ? kFirstDigits : kSecondDigits;
     const std::int64_t at = kHeaderWords + c * Scratch::kMessageWords + (first ? 0 : kFirstDigits);
-    slots_to_digits(staged + (first ? 0 : Scratch::kFirstSlots),
-                    first ? Scratch::kFirstSlots : Scratch::kSecondSlots, a.message + at, digits);
+    Scratch(staged, 0).slots(first).write(a.message + at);
     for (int i = 0; a.copy != nullptr && i < digits; ++i) {
       a.copy[at + i] = a.message[at + i];
     }

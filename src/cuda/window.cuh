@@ -15,24 +15,17 @@
 // what, and when, never changes a bit. Whoever is the last to be done with a channel packs it.
 namespace syncbn::cuda {
 
-/// The slots of one of a channel's two sums.
-struct SumSlots {
-  std::int64_t* slots;
-  int count;
-  int unit;
-};
-
 /// A part of a sum in registers: an integer of 128 bits.
 class Window {
  public:
   /// Adds a finite partial exactly.
-  SYNCBN_DEVICE void add(double partial, const SumSlots& to) {
+  SYNCBN_DEVICE void add(double partial, const ExactSum& to) {
     const auto bits = bit_copy<std::int64_t>(partial);
     const int exponent = static_cast<int>(bits >> 52) & 0x7ff;
     const std::int64_t sign = bits >> 63;
     std::int64_t mantissa = bits & 0xfffffffffffff;
     mantissa |= static_cast<std::int64_t>(exponent != 0) << 52;
-    int position = (exponent != 0 ? exponent : 1) - 1075 + to.unit;
+    int position = (exponent != 0 ? exponent : 1) - 1075 + to.format.unit;
     if (position < 0) {  // bits below the unit are zero: every partial is a multiple of it
       mantissa = position <= -64 ? 0 : mantissa >> -position;
       position = 0;
@@ -53,7 +46,7 @@ class Window {
 
   /// Empties the window into the slots, each of which takes less than 2^32, however many partials
   /// there were.
-  SYNCBN_DEVICE void flush(const SumSlots& to) {
+  SYNCBN_DEVICE void flush(const ExactSum& to) {
     if (base_ == kNowhere) {
       return;
     }
@@ -64,7 +57,7 @@ class Window {
     for (++slot; rest != 0; ++slot) {
       // What is left is the highest chunk if it fits one, and has to fit the highest slot.
       const auto low = static_cast<std::int64_t>(rest);
-      if (rest == static_cast<std::int32_t>(low) || slot == to.slots + to.count - 1) {
+      if (rest == static_cast<std::int32_t>(low) || slot == to.slots + to.format.slots - 1) {
         add_chunk(slot, low);
         break;
       }
@@ -76,7 +69,7 @@ class Window {
 
   /// Gathers the windows of the threads whose numbers in the warp differ in bits `from` and above
   /// in the lowest of them, as far as they lie in the same place; flushes those that do not.
-  SYNCBN_DEVICE void gather(unsigned from, const SumSlots& to) {
+  SYNCBN_DEVICE void gather(unsigned from, const ExactSum& to) {
     for (unsigned bit = from; bit < device::kWarp; bit *= 2) {
       const bool same = device::shuffle_xor(base_, bit) == base_;
       const bool lower = (device::thread_index() & bit) == 0;
@@ -123,8 +116,7 @@ struct ChannelScratch {
   static constexpr Format kFormat = ElementTraits<T>::kFormat;
   static constexpr int kMessageWords = kFormat.words();
   static constexpr int kFirstSlots = kFormat.first.slots;
-  static constexpr int kSecondSlots = kFormat.second.slots;
-  static constexpr int kSlots = kFirstSlots + kSecondSlots;
+  static constexpr int kSlots = kFormat.slots();
   static constexpr int kFlags = kSlots;
   static constexpr int kDone = kSlots + 1;
   static constexpr int kCount = kSlots + 2;  // the first channel's: elements that a mask lets count
@@ -134,9 +126,9 @@ struct ChannelScratch {
 
   SYNCBN_DEVICE ChannelScratch(std::int64_t* workspace, std::int64_t c)
       : words(workspace + c * kWords) {}
-  SYNCBN_DEVICE SumSlots slots(bool first) const {
-    return {first ? words : words + kFirstSlots, first ? kFirstSlots : kSecondSlots,
-            first ? kFormat.first.unit : kFormat.second.unit};
+  SYNCBN_DEVICE ExactSum slots(bool first) const {
+    constexpr Format kHere = kFormat;  // a static member has no address on the device
+    return exact_sum(words, kHere, first);
   }
 };
 
@@ -181,7 +173,7 @@ class PartialSum {
   bool first_;
   bool rest_;
   bool idle_;
-  SumSlots to_;
+  ExactSum to_;
   Window window_;
   std::int64_t flags_ = 0;
 };

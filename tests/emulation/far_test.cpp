@@ -89,15 +89,14 @@ class FarTensor {
 Words digits(const Words& message) { return {message.begin() + kHeaderWords, message.end()}; }
 
 /// The same from the scratch memory of sums whose kernel did not run to its end.
-Words digits_of_scratch(const Words& workspace, std::int64_t channels) {
+Words digits_of_scratch(Words& workspace, std::int64_t channels) {
   const Format format = format_of(kType);
   Words out;
   for (std::int64_t c = 0; c < channels; ++c) {
-    const std::int64_t* scratch = workspace.data() + c * (format.slots() + 3);
+    std::int64_t* scratch = workspace.data() + c * (format.slots() + 3);
     Words words(size(format.words()));
-    slots_to_digits(scratch, format.first.slots, words.data(), format.first.digits);
-    slots_to_digits(scratch + format.first.slots, format.second.slots,
-                    words.data() + format.first.digits, format.second.digits);
+    exact_sum(scratch, format, true).write(words.data());
+    exact_sum(scratch, format, false).write(words.data() + format.first.digits);
     words.back() = scratch[format.slots()];  // flags
     out.insert(out.end(), words.begin(), words.end());
   }

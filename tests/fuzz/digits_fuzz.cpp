@@ -46,21 +46,20 @@ class Rank {
 
   void place(int top, int sum) { windows_->place(0, sum, top); }
   void add(int sum, double partial, bool elsewhere) {
-    const SumFormat& f = sum == 0 ? format_.first : format_.second;
     merge(elsewhere ? *other_windows_ : *windows_, sum, partial);
     if (!is_finite(partial)) {
       flags_ |= partial_flag(partial, sum == 0);
       return;
     }
-    add_partial(slots_.data() + (sum == 0 ? 0 : format_.first.slots), partial, f.unit);
-    exact[sum] += Wide::in_units(partial, f.unit);
+    const ExactSum to = exact_sum(slots_.data(), format_, sum == 0);
+    to.add(partial);
+    exact[sum] += Wide::in_units(partial, to.format.unit);
   }
   void flush() { windows_->flush(0, 1); }
   Words words() {
     Words out(static_cast<std::size_t>(format_.words()));
-    slots_to_digits(slots_.data(), format_.first.slots, out.data(), format_.first.digits);
-    slots_to_digits(slots_.data() + format_.first.slots, format_.second.slots,
-                    out.data() + format_.first.digits, format_.second.digits);
+    exact_sum(slots_.data(), format_, true).write(out.data());
+    exact_sum(slots_.data(), format_, false).write(out.data() + format_.first.digits);
     out.back() = flags_;
     windows_->absorb(*other_windows_, 0, 1);
     Words by_windows(out.size());
