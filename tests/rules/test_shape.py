@@ -146,9 +146,12 @@ def test_functions_are_short():
 
 
 def test_tests_are_not_much_longer_than_what_they_test():
+    """Without the lists of symbols, which nobody writes."""
+
     def lines_in(*folders: str) -> int:
         paths = [path for folder in folders for path in (PROJECT / folder).rglob("*")]
-        ours = [p for p in paths if p.is_file() and p.suffix not in (".md", ".pyc")]
+        made = (".md", ".pyc", "symbols.txt", "symbols_mpi.txt", "symbols_nccl.txt")
+        ours = [path for path in paths if path.is_file() and not path.name.endswith(made)]
         return sum(path.read_bytes().count(b"\n") for path in ours)
 
     tests, product = lines_in("tests"), lines_in("include", "src", "bindings", "python")
