@@ -13,7 +13,7 @@ import pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 #: Their files take longest. What begins last should be short, so that all workers end together.
-LONG = ("exchange", "project", "bindings", "rules")
+LONG = ("exchange", "shares", "project", "bindings", "interop", "jax", "models", "rules")
 
 
 def pytest_collection_modifyitems(items: list) -> None:

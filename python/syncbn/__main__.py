@@ -140,7 +140,7 @@ def _seconds(text: str) -> float:
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["prove"]:  # whose arguments are those of a program
-        return subprocess.call([sys.executable, "-m", "syncbn.prove", *arguments[1:]])
+        return importlib.import_module(f"{__package__}.prove").main(arguments[1:])
     parser = argparse.ArgumentParser(prog="python -m syncbn", description=__doc__)
     text = "print the folder of the CMake package, for cmake -D syncbn_DIR=..."
     parser.add_argument("--cmake-dir", action="store_true", help=text)

@@ -82,13 +82,13 @@ def _worker(path: str, steps: int, program: list[str]) -> None:
         dist.destroy_process_group()
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m syncbn prove", description=prove.__doc__)
     parser.add_argument("--processes", default="1,2", help="numbers of them (%(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="of each run (%(default)d)")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("program", nargs=argparse.REMAINDER, help="a file, and its arguments")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     processes = [int(text) for text in given.processes.split(",") if text.isdecimal()]
     if not processes or min(*processes, given.steps) < 1 or not given.program:
         parser.error("expected --processes 1,2 --steps 3 FILE ARGUMENTS")
@@ -99,4 +99,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tree keeps to: ranks have one verb, sum, and fail together in one of two ways; an operator
-has few arguments, of which one holds the options of a layer; functions, and tests, are short."""
+"""What the tree keeps to: ranks have one verb, sum, and fail together in one of two ways; an
+operator has few arguments, of which one holds a layer's options; functions, and tests, are short.
+"""
 
 import ast
 import re
@@ -53,9 +54,9 @@ def test_ranks_have_one_verb():
     assert not found
 
 
-#: How the ranks of a group fail together: by the one word of a barrier in memory, by the frame before
-#: a message, or as the group to which a sum is handed on says. NCCL and the caller have their own
-#: ways, and one rank has none.
+#: How the ranks of a group fail together: by the one word of a barrier in memory, by the frame
+#: before a message, or as the group to which a sum is handed on says. NCCL and the caller have
+#: their own ways, and one rank has none.
 PROTOCOLS = {
     "barrier": {"SlotExchange", "SharedMemoryGroup"},
     "frame": {"FramedExchange", "MpiExchange", "ProcessGroupCommunicator"},

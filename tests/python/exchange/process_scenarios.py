@@ -23,7 +23,7 @@ def new_layer() -> syncbn.SyncBatchNorm:
 
 
 def scenario_forked_children_train():
-    """Children of os.fork and of each start method of multiprocessing."""
+    """Children of os.fork and of multiprocessing, whose forkserver's are those of most tests."""
     expected = train(new_layer())
     layer = new_layer()
     train(layer, steps=1, seed=7)
@@ -33,7 +33,7 @@ def scenario_forked_children_train():
         passes_in_child(lambda: check(equal(train(new_layer()), expected)))
 
     passes_in_child(child)
-    for method in ("fork", "forkserver", "spawn"):
+    for method in ("fork", "spawn"):
         context = mp.get_context(method)
         process = context.Process(target=_check_training, args=(expected,))
         process.start()
@@ -115,12 +115,14 @@ def scenario_backward_in_another_thread():
 
 
 def _two_ranks(body) -> None:
-    """Runs body(layer) on two ranks that exchange through shared memory; it ends them."""
+    """Runs body(layer) on two ranks, each an interpreter of its own, which exchange through shared
+    memory; it ends them."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     children = []
-    for rank in range(2):
-        arguments = [sys.executable, __file__, body.__name__, str(rank), str(store.port)]
-        children.append(os.spawnv(os.P_NOWAIT, sys.executable, arguments))
+    paths = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    for rank in "01":
+        arguments = [sys.executable, __file__, body.__name__, rank, str(store.port)]
+        children.append(os.spawnve(os.P_NOWAIT, sys.executable, arguments, paths))
     statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     assert statuses == [0, 0], statuses
 
@@ -151,11 +153,11 @@ def interrupted(layer, rank):
     sys.exit(0)
 
 
-def scenario_exit_after_training():
+def scenario_ranks_exit_after_training():
     _two_ranks(exit_after_training)
 
 
-def scenario_exit_after_an_interrupt():
+def scenario_ranks_exit_after_an_interrupt():
     _two_ranks(interrupted)
 
 

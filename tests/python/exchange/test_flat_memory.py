@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""10,000 steps on one rank, and on two through shared memory and over Gloo: resident memory,
+"""5,500 steps on one rank, and on two through shared memory and over Gloo: resident memory,
 descriptors and threads stay. Live tensors and objects: test_memory.py."""
 
 import gc
@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import syncbn
 from forking import held
-from rank_runs import join_group, new_store, run_ranks
+from rank_runs import join_group, new_store, quick_context, run_ranks
 
-STEPS, FIRST = 10_000, 1_000
+STEPS, FIRST = 5_500, 1_000
 PAGE, M_TOP_PAD = 4096, 128 * 1024
 
 
@@ -63,12 +62,12 @@ def _rank_main(rank: int, world: int, engine: str, folder: str, port: int) -> No
 )
 def test_memory_is_flat(world, engine):
     """The allocator takes memory in pieces of 132 KiB (M_TOP_PAD and a page), for each thread in a
-    heap of its own; the bound is one piece of each, 15 bytes a step and thread. Malloc's smallest
+    heap of its own; the bound is one piece of each, 30 bytes a step and thread. Malloc's smallest
     block has 32."""
     store = new_store()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (world, engine, folder, store.port)
-        codes = run_ranks(mp.get_context("spawn"), _rank_main, world, arguments, 250)
+        codes = run_ranks(quick_context(), _rank_main, world, arguments, 250)
         assert codes == [0] * world
         for rank in range(world):
             (first, held_first), (last, held_last) = torch.load(Path(folder, f"{rank}.pt"))

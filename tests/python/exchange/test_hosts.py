@@ -27,6 +27,7 @@ def hosts(request):
         one.close()
 
 
+@pytest.mark.weekly  # test_nodes.py and test_walls.py have its parts
 @pytest.mark.parametrize("hosts", [(0, 0)], indirect=True)
 def test_two_containers_of_one_host(hosts):
     """Processes of different PID namespaces cannot watch each other, and share no memory."""

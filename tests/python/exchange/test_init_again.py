@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import syncbn
-from rank_runs import free_port
+from rank_runs import free_port, quick_context, run_ranks
 
 
 def _batch(rank: int, turn: int) -> torch.Tensor:
@@ -43,4 +42,5 @@ def _rank(rank: int, port: int, worlds: tuple[int, ...], folder: str) -> None:
 
 @pytest.mark.parametrize("worlds", ((2, 2, 2), (3, 2, 3)), ids=str)
 def test_same_port_three_times(tmp_path, worlds):
-    mp.spawn(_rank, (free_port(), worlds, str(tmp_path)), nprocs=max(worlds))
+    arguments = (free_port(), worlds, str(tmp_path))
+    assert run_ranks(quick_context(), _rank, max(worlds), arguments, 200) == [0] * max(worlds)

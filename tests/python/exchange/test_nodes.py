@@ -31,9 +31,15 @@ from syncbn.exchange import failing
 WORLD = 4
 CASES = {n: case for n, case in vars(node_cases).items() if n.startswith("case_")}
 RUNS = [(layout, case) for layout in node_cases.LAYOUTS for case in CASES]
-#: What a layout changes. The rest runs where one node has several ranks and another has one.
-PLACES = ("case_report", "case_bits", "case_uneven", "case_layers_wider", "case_one_rank_that")
-WEEKLY = [run for run in RUNS if run[0] != "uneven" and not run[1].startswith(PLACES)]
+#: What a layout changes. The rest runs where one node has several ranks and another has one; what
+#: ranks of one node have alike, or PyTorch compiles, in the weekly run.
+PLACES = ("case_report", "case_bits", "case_uneven", "case_one_rank_that")
+ALIKE = ("case_bad_input", "case_compiled_wide")
+WEEKLY = [
+    run
+    for run in RUNS
+    if run[1].startswith(ALIKE) or (run[0] != "uneven" and not run[1].startswith(PLACES))
+]
 #: Seconds that an exchange waits in the runs that lose a rank.
 TIMEOUT = 3.0
 

@@ -50,8 +50,10 @@ def test_scenario(name, tmp_path):
     assert not [n for n in set(os.listdir("/dev/shm")) - before if "syncbn" in n]
 
 
-@pytest.mark.parametrize("method", ("fork", "spawn"))
-@pytest.mark.parametrize("training", (False, True), ids=("eval", "train"))
+@pytest.mark.parametrize(
+    ("method", "training"),
+    (("fork", False), ("fork", True), ("spawn", True)),
+)
 def test_workers_of_a_loader_exact(method, training):
     """Two epochs of persistent workers, each with its copy of the layer."""
     layer = syncbn.SyncBatchNorm(3, momentum=0.0).train(training)

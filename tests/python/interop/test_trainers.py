@@ -48,7 +48,7 @@ def expected(tmp_path_factory):
     return hashes(tmp_path_factory.mktemp("loop"), LOOP, 1)
 
 
-@pytest.mark.parametrize("processes", (1, 2))
+@pytest.mark.parametrize("processes", (pytest.param(1, marks=pytest.mark.weekly), 2))
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.weekly) if n in WEEKLY else n for n in LIBRARIES]
 )

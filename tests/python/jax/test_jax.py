@@ -57,9 +57,9 @@ def check_processes(python: str) -> None:
     assert two_processes(python, "1e-5", "1e-3") == ["DivergenceError True"] * 2
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_cases(name):
-    run_cases(sys.executable, (name,))
+@pytest.mark.parametrize("files", (CASES[:2], CASES[2:]), ids=("without PyTorch", "with it"))
+def test_cases(files):
+    run_cases(sys.executable, files)
 
 
 def test_two_processes_exact():

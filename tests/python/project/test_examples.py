@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every example and every Python snippet of the docs runs. A snippet's page may expect more."""
 
+import functools
 import os
 import runpy
 import shlex
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 
 import syncbn
 from rank_runs import free_port, quick_context, run_ranks
@@ -24,7 +26,7 @@ TUTORIAL = ("19_contrastive.py", "20_point_clouds.py")
 EXAMPLES = sorted(path.name for path in (PROJECT / "examples").glob("*.py"))
 EXAMPLES = [name for name in EXAMPLES if name not in (*TRAINERS, *TUTORIAL, "00_start.py")]
 #: Arguments of long ones; with none they run weekly.
-SHORT = {"21_shares.py": "--steps 2 --changes 1 --processes 1 --networks unet".split()}
+SHORT = {"21_shares.py": "--steps 2 --changes 0 --processes 1 --networks unet".split()}
 PAGES = sorted(
     str(path.relative_to(PROJECT))
     for path in (PROJECT / "docs").glob("*.md")
@@ -53,6 +55,8 @@ def _main(rank, script, arguments, world, port, folder):
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.argv = [script, *arguments]
+    # Without PyTorch's import in each process that an example starts.
+    mp.spawn = functools.partial(mp.start_processes, start_method="fork")
     runpy.run_path(script, run_name="__main__")
 
 
@@ -175,7 +179,9 @@ def test_tutorial_quotes_what_its_programs_print(name, tmp_path):
     assert quoted_print("docs/tutorial.md", name) in printed[0]
 
 
-@pytest.mark.parametrize("options", ("--rates 1 2", "--boxes"))
+@pytest.mark.parametrize(
+    "options", ("--boxes", pytest.param("--rates 1 2", marks=pytest.mark.weekly))
+)
 def test_comparisons_train_and_synchronized_ranks_agree(options):
     """The exit status says so; running statistics of plain ranks differ."""
     pytest.importorskip("sklearn")

@@ -15,6 +15,8 @@ from syncbn.__main__ import main
 from syncbn.models import recording
 from test_shares import small
 
+PROGRAM = str(Path(__file__).parent / "proved_program.py")
+
 
 def test_first_difference_of_two_records(tmp_path, capsys):
     def written_as(name, *values, kind="forward", begin=()):
@@ -87,21 +89,25 @@ def test_where_a_gradient_lies_is_noted(tmp_path):
         assert text.startswith("step 0, weight, gradient: ")
 
 
-def test_prove_finds_what_differs_first(capfd):
-    program = str(Path(__file__).parent / "proved_program.py")
-    for fault, code, text in (
+@pytest.mark.parametrize(
+    ("fault", "code", "text"),
+    (
         ("nothing", 0, "the same bits after 2 steps"),
         ("module", 1, "the first difference: step 0, share 2, 1, forward: "),
-        ("data", 1, "the first difference: step 0, share 2, batch: "),
-    ):
-        assert main(["prove", "--processes", "1,2", "--steps", "2", program, fault]) == code
-        assert text in capfd.readouterr().out
-    assert main(["prove", "--processes", "1", program, "list"]) == 2
-    assert (
-        capfd.readouterr()
-        .out.splitlines()[-1]
-        .startswith(
-            "  1 process ended before step 3: ValueError: loss: got a forward that changes seen"
-        )
-    )
-    assert main(["prove", "--steps", "0", program]) == 2
+        pytest.param(
+            *("data", 1, "the first difference: step 0, share 2, batch: "), marks=pytest.mark.weekly
+        ),
+    ),
+)
+def test_prove_finds_what_differs_first(capfd, fault, code, text):
+    assert main(["prove", "--processes", "1,2", "--steps", "2", PROGRAM, fault]) == code
+    assert text in capfd.readouterr().out
+
+
+def test_prove_ends_with_an_error_in_its_last_line(capfd):
+    assert main(["prove", "--processes", "1", PROGRAM, "list"]) == 2
+    last = capfd.readouterr().out.splitlines()[-1]
+    error = "ValueError: loss: got a forward that changes seen"
+    assert last.startswith(f"  1 process ended before step 3: {error}")
+    with pytest.raises(SystemExit, match="2"):
+        main(["prove", "--steps", "0", PROGRAM])
