@@ -21,8 +21,9 @@ inline PairV select(PairMaskV m, PairV yes, PairV no) {
   return {select(m.even, yes.even, no.even), select(m.odd, yes.odd, no.odd)};
 }
 
+/// Where rounding takes several instructions, whose constants both vectors share.
 template <class T>
-constexpr bool kInPairs = kBFloat16Pairs && std::is_same_v<T, BFloat16>;
+constexpr bool kInPairs = !kRoundsBFloat16 && std::is_same_v<T, BFloat16>;
 /// The vector in which the element-wise passes take elements of type T.
 template <class T>
 struct VectorFor {

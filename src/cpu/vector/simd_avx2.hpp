@@ -68,7 +68,7 @@ inline __m256i in_turns(__m256i a, __m256i b) { return _mm256_blend_epi16(a, b, 
 inline FloatV select(MaskV m, FloatV yes, FloatV no) {
   return {_mm256_blendv_ps(no.v, yes.v, m.v)};
 }
-constexpr bool kBFloat16Pairs = true;
+constexpr bool kRoundsBFloat16 = false;
 inline __m128i narrow(__m256 v, BFloat16) {
   const __m256i wide = _mm256_srli_epi32(rounded_bits(v), 16);
   return lower(_mm256_permute4x64_epi64(_mm256_packus_epi32(wide, wide), 0x08));

@@ -69,7 +69,7 @@ inline __m256i narrow_bits(__m512 v) {
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_bits(v), 16));
 }
 #if defined(__AVX512BF16__)
-constexpr bool kBFloat16Pairs = false;  // conversion is quick, and fewer constants are at hand
+constexpr bool kRoundsBFloat16 = true;
 // Not inline, or its constants would take registers from the loops that hardly ever come here.
 __attribute__((noinline)) inline __m256i narrow_bits_apart(__m512 v) { return narrow_bits(v); }
 // The instruction takes subnormal numbers for zeros; all others it rounds as above, NaN included.
@@ -82,7 +82,7 @@ inline __m256i narrow(__m512 v, BFloat16) {
   return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v));
 }
 #else
-constexpr bool kBFloat16Pairs = true;
+constexpr bool kRoundsBFloat16 = false;
 inline __m256i narrow(__m512 v, BFloat16) { return narrow_bits(v); }
 #endif
 

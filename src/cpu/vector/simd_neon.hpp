@@ -54,7 +54,7 @@ inline uint32x4_t rounded_bits(float32x4_t v) {
   const uint32x4_t rounded = b + ((b >> 16 & 1) + 0x7fff);
   return vbslq_u32(vceqq_f32(v, v), rounded, vorrq_u32(b, vdupq_n_u32(0x400000)));
 }
-constexpr bool kBFloat16Pairs = true;
+constexpr bool kRoundsBFloat16 = false;
 inline uint16x4_t narrow(float32x4_t v, BFloat16) { return vshrn_n_u32(rounded_bits(v), 16); }
 
 inline FloatV load(const float* p) { return {vld1q_f32(p), vld1q_f32(p + 4)}; }

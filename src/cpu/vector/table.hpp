@@ -24,14 +24,27 @@ void map_rows_of(const ElementsTask& task) {
                                           : map_rows<T, Pass, false>(task);
 }
 
+/// Calls body(T()) for the dtypes that this level has passes for. Where an instruction rounds to
+/// bfloat16, those are bfloat16 alone: of the others kPass is AVX-512's.
+template <auto kPass, class Body, class... Arguments>
+void dispatch_level(DType dtype, const Body& body, Arguments&... arguments) {
+  if constexpr (kRoundsBFloat16) {
+    dtype == DType::kBFloat16 ? body(BFloat16()) : (kAvx512Kernels->*kPass)(dtype, arguments...);
+  } else {
+    dispatch_vectorized(dtype, body);
+  }
+}
 void place_windows_any(DType dtype, const SumsTask& task, const WindowArrays& w) {
-  dispatch_vectorized(dtype, [&](auto type) { place_windows<decltype(type)>(task, w); });
+  dispatch_level<&Kernels::place_windows>(
+      dtype, [&](auto type) { place_windows<decltype(type)>(task, w); }, task, w);
 }
 void sum_planes_any(DType dtype, const SumsTask& task, Windows& windows, const WindowArrays& w) {
-  dispatch_vectorized(dtype, [&](auto type) { sum_planes_of<decltype(type)>(task, windows, w); });
+  dispatch_level<&Kernels::sum_planes>(
+      dtype, [&](auto type) { sum_planes_of<decltype(type)>(task, windows, w); }, task, windows, w);
 }
 void sum_rows_any(DType dtype, const SumsTask& task, Windows& windows, const WindowArrays& w) {
-  dispatch_vectorized(dtype, [&](auto type) { sum_rows_of<decltype(type)>(task, windows, w); });
+  dispatch_level<&Kernels::sum_rows>(
+      dtype, [&](auto type) { sum_rows_of<decltype(type)>(task, windows, w); }, task, windows, w);
 }
 
 using MapTask = void (*)(const ElementsTask&);
@@ -58,14 +71,16 @@ MapTask with_pass(ElementPass pass, const Kernel& kernel) {
   return kernel(Recover());
 }
 void map_planes_any(DType dtype, ElementPass pass, const ElementsTask& task) {
-  dispatch_vectorized(dtype, [&](auto type) {
+  const auto map = [&](auto type) {
     with_pass(pass, [](auto of) { return map_planes_of<decltype(type), decltype(of)>; })(task);
-  });
+  };
+  dispatch_level<&Kernels::map_planes>(dtype, map, pass, task);
 }
 void map_rows_any(DType dtype, ElementPass pass, const ElementsTask& task) {
-  dispatch_vectorized(dtype, [&](auto type) {
+  const auto map = [&](auto type) {
     with_pass(pass, [](auto of) { return map_rows_of<decltype(type), decltype(of)>; })(task);
-  });
+  };
+  dispatch_level<&Kernels::map_rows>(dtype, map, pass, task);
 }
 
 constexpr Kernels kernels_named(const char* name) {
