@@ -297,18 +297,6 @@ void check_elements_over_ranks(const char* name, std::int64_t count) {
   }
 }
 
-void check_ranks(int ranks) {
-  if (ranks < 1 || ranks > kMaxRanks) {
-    refuse("ranks", std::to_string(ranks), "1 to " + std::to_string(kMaxRanks));
-  }
-}
-
-void check_rank(int rank, int ranks) {
-  if (rank < 0 || rank >= ranks) {
-    refuse("rank", std::to_string(rank), "0 to " + std::to_string(ranks - 1));
-  }
-}
-
 void check_layer(const char* name, std::uint64_t layer, int ranks) {
   if (layer == 0 && ranks > 1) {
     refuse(name, "0",

@@ -113,8 +113,17 @@ void check_parameters(const Arguments& a) {
 void check_eps(double eps, const char* name = "eps");
 void check_activation(const Activation& activation);
 void check_statistics(Statistics statistics);
-void check_ranks(int ranks);
-void check_rank(int rank, int ranks);
+// Inline: src/comm needs no other object of this room.
+inline void check_ranks(int ranks) {
+  if (ranks < 1 || ranks > kMaxRanks) {
+    refuse("ranks", std::to_string(ranks), "1 to " + std::to_string(kMaxRanks));
+  }
+}
+inline void check_rank(int rank, int ranks) {
+  if (rank < 0 || rank >= ranks) {
+    refuse("rank", std::to_string(rank), "0 to " + std::to_string(ranks - 1));
+  }
+}
 
 /// Elements per channel over all ranks.
 void check_elements_over_ranks(const char* name, std::int64_t count);
