@@ -34,6 +34,7 @@ def sync_batch_norm(
     sync: bool = True,
     statistics: Statistics = "reproducible",
     inplace: bool = False,
+    label: str = "",
     timeout: "float | datetime.timedelta | None" = None,
     engine: EngineName = "auto",
 ) -> Tensor:
@@ -71,6 +72,7 @@ def sync_batch_norm(
         "sync": sync,
         "statistics": statistics,
         "inplace": inplace,
+        "label": label,
     }
     options = Options(eps=eps, momentum=momentum, **others)
     check_options(options)
