@@ -34,7 +34,6 @@ def sync_batch_norm(
     sync: bool = True,
     statistics: Statistics = "reproducible",
     inplace: bool = False,
-    label: str = "",
     timeout: "float | datetime.timedelta | None" = None,
     engine: EngineName = "auto",
 ) -> Tensor:
@@ -72,7 +71,6 @@ def sync_batch_norm(
         "sync": sync,
         "statistics": statistics,
         "inplace": inplace,
-        "label": label,
     }
     options = Options(eps=eps, momentum=momentum, **others)
     check_options(options)

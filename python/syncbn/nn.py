@@ -79,7 +79,6 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         engine: "auto" uses shared memory between processes of one node, if all ranks can have it.
             "process_group" never does.
         bias: False leaves the layer without a bias, as in PyTorch from 2.15 on.
-        label: a text that ranks must have in common.
 
     In evaluation mode the layer calls PyTorch's own operators: batch norm, then the addition of the
     residual and the activation.
@@ -113,7 +112,6 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         timeout: "float | datetime.timedelta | None" = None,
         engine: callers.EngineName = "auto",
         bias: bool = True,
-        label: str = "",
         **unknown: NoReturn,
     ) -> None:
         for name in unknown:
@@ -128,7 +126,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if not bias:  # PyTorch before 2.15 does not take the argument
             self.register_parameter("bias", None)
         sharing = callers.sharing(process_group, timeout, engine)
-        options = affine_grad, activation, negative_slope, sync, statistics, inplace, label
+        options = affine_grad, activation, negative_slope, sync, statistics, inplace
         self._init_sync(UNNAMED, sharing, **dict(zip(ADDED_OPTIONS, options)))
         check_options(self.options())
 
@@ -138,7 +136,6 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     sync: bool
     statistics: Statistics
     inplace: bool
-    label: str
 
     def _init_sync(self, name: str, sharing: callers.Sharing, **options: Any) -> None:
         """Gives a layer what it has besides a plain one; options at their defaults if not given."""
@@ -200,7 +197,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             momentum = momentum.item()
         own = (
             *(self.sync, self.eps, momentum, self.affine_grad, self.activation),
-            *(self.negative_slope, self.statistics, self.inplace, self.label),
+            *(self.negative_slope, self.statistics, self.inplace),
         )
         if torch.compiler.is_compiling():
             return Options(*own)

@@ -64,7 +64,6 @@ class Options(NamedTuple):
     negative_slope: float = 0.01
     statistics: Statistics = "reproducible"
     inplace: bool = False
-    label: str = ""
 
     def shared(self) -> dict[str, object]:
         """Gives those that ranks must have in common, by name."""
@@ -72,7 +71,6 @@ class Options(NamedTuple):
             "eps": self.eps,
             "statistics": self.statistics,
             "activation": self.activation,
-            "label": self.label,
         }
         if activation_of(self.activation).slope is None:
             own["negative_slope"] = self.negative_slope
@@ -89,10 +87,7 @@ class Options(NamedTuple):
 #: What a plain layer has not, in the order of texts; with its defaults.
 ADDED_OPTIONS: dict[str, Any] = {
     name: Options._field_defaults[name]
-    for name in (
-        *("affine_grad", "activation", "negative_slope", "sync", "statistics", "inplace"),
-        "label",
-    )
+    for name in ("affine_grad", "activation", "negative_slope", "sync", "statistics", "inplace")
 }
 
 
