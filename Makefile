@@ -138,7 +138,8 @@ wheel-old: $(VENV)/.stamp-build  ## on Debian 12: a wheel in dist/ for systems f
 	scripts/sysroot.sh build/sysroot
 	rm -rf build/wheel-old dist/syncbn-*x86_64.whl
 	$(python) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel-old \
-	  -C build-dir=build/cmake-old -C cmake.define.CMAKE_TOOLCHAIN_FILE=cmake/sysroot.cmake .
+	  --config-settings=build-dir=build/cmake-old \
+	  --config-settings=cmake.define.CMAKE_TOOLCHAIN_FILE=cmake/sysroot.cmake .
 	$(python) scripts/check_wheel.py --retag --at-most 2_28 build/wheel-old/*.whl
 	install -D --target-directory=dist --mode=644 build/wheel-old/*.whl
 	$(python) scripts/smoke_wheel.py dist/syncbn-*x86_64.whl
@@ -149,9 +150,10 @@ wheel-aarch64: $(VENV)/.stamp-build  ## cross-compile a wheel for aarch64 into d
 	$(python) -m pip install --quiet --no-deps --upgrade --target build/torch-aarch64 --only-binary :all: \
 	  --platform manylinux_2_28_aarch64 $$(grep '^torch==' requirements/build.txt)
 	SYNCBN_CUDA=OFF $(python) -m pip wheel --quiet --no-build-isolation --no-deps \
-	  --wheel-dir build/wheel-aarch64 -C build-dir=build/cmake-aarch64 -C cmake.define.SYNCBN_MPI=OFF \
-	  -C cmake.define.CMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake \
-	  -C cmake.define.SYNCBN_TORCH_DIR=$(CURDIR)/build/torch-aarch64/torch .
+	  --wheel-dir build/wheel-aarch64 --config-settings=build-dir=build/cmake-aarch64 \
+	  --config-settings=cmake.define.SYNCBN_MPI=OFF \
+	  --config-settings=cmake.define.CMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake \
+	  --config-settings=cmake.define.SYNCBN_TORCH_DIR=$(CURDIR)/build/torch-aarch64/torch .
 	$(python) scripts/check_wheel.py --retag build/wheel-aarch64/*.whl
 	install -D --target-directory=dist --mode=644 build/wheel-aarch64/*.whl
 
@@ -196,10 +198,11 @@ $(package): $(VENV)/.stamp-build $(package_sources)
 	$(python) -m pip install --quiet --no-deps --force-reinstall $(built_wheel)/*.whl
 	@touch $@
 
-# With the library of the Python package, which saves compiling the core again.
+# With the library of the Python package, which saves compiling the core again. (-C is unknown to
+# Debian 12's pip.)
 $(jax_package): $(package) $(VENV)/.stamp-jax $(shell find bindings/jax -type f -not -path '*/__pycache__*')
 	$(python) -m pip install --quiet --no-build-isolation --no-deps --force-reinstall \
-	  -C cmake.define.syncbn_DIR=$$($(python) -m syncbn --cmake-dir) ./bindings/jax
+	  --config-settings=cmake.define.syncbn_DIR=$$($(python) -m syncbn --cmake-dir) ./bindings/jax
 	@touch $@
 
 .PHONY: help setup build build-cpp test test-cpp check-cpp test-python demo demo-clipart bench bench-count bench-cpp \

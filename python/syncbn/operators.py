@@ -135,7 +135,7 @@ def _remedy() -> str:
     wanted = _major(torch.version.cuda or "12")
     text = (
         f"build it again with CUDA {wanted}: nvcc on PATH, or CUDA_HOME set, and "
-        "`pip install -C cmake.define.SYNCBN_CUDA=ON .` beside this PyTorch"
+        "`SYNCBN_CUDA=ON pip install .` beside this PyTorch"
     )
     if _build.cuda_version is None:
         return text
