@@ -24,15 +24,17 @@ void map_rows_of(const ElementsTask& task) {
                                           : map_rows<T, Pass, false>(task);
 }
 
-/// Calls body(T()) for the dtypes that this level has passes for. Where an instruction rounds to
-/// bfloat16, those are bfloat16 alone: of the others kPass is AVX-512's.
+/// Calls body(T()). Where an instruction rounds to bfloat16, a level has passes of bfloat16 alone:
+/// kPass of the other dtypes is AVX-512's.
 template <auto kPass, class Body, class... Arguments>
 void dispatch_level(DType dtype, const Body& body, Arguments&... arguments) {
-  if constexpr (kRoundsBFloat16) {
-    dtype == DType::kBFloat16 ? body(BFloat16()) : (kAvx512Kernels->*kPass)(dtype, arguments...);
-  } else {
-    dispatch_vectorized(dtype, body);
-  }
+  dispatch_vectorized(dtype, [&](auto type) {
+    if constexpr (kRoundsBFloat16 && !std::is_same_v<decltype(type), BFloat16>) {
+      (kAvx512Kernels->*kPass)(dtype, arguments...);
+    } else {
+      body(type);
+    }
+  });
 }
 void place_windows_any(DType dtype, const SumsTask& task, const WindowArrays& w) {
   dispatch_level<&Kernels::place_windows>(
